@@ -1,0 +1,72 @@
+"""graphcap: CUDA graph capture for models that can't be captured whole.
+
+    graphed = graphcap.capture(model, (x,))     # records the static parts
+    loss = graphed(x).loss                      # replays them; dynamic parts run as before
+    loss.backward()
+
+The graphed model computes what the eager model computes, bit for bit; or it says why not.
+"""
+
+from graphcap._graphed import Graphed, Stats, disabled
+from graphcap._plan import CapturePlan
+from graphcap.config import CaptureConfig
+from graphcap.errors import (
+    BucketError,
+    CaptureError,
+    ClosedError,
+    CutError,
+    DeviceError,
+    ForbiddenOpError,
+    GraphcapError,
+    HookError,
+    InFlightError,
+    InputMismatch,
+    OrderError,
+    PatternError,
+    PlanError,
+    ReplayError,
+    ReplayOrderError,
+    SampleError,
+    StateError,
+    WarmupError,
+)
+from graphcap.make_graphed import capture, make_graphed_callables
+from graphcap.order import Order, Phase, Step
+from graphcap.partial_layer import EAGER, GRAPHED, PartialLayer, nested
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "EAGER",
+    "GRAPHED",
+    "BucketError",
+    "CaptureConfig",
+    "CaptureError",
+    "CapturePlan",
+    "ClosedError",
+    "CutError",
+    "DeviceError",
+    "ForbiddenOpError",
+    "GraphcapError",
+    "Graphed",
+    "HookError",
+    "InFlightError",
+    "InputMismatch",
+    "Order",
+    "OrderError",
+    "PartialLayer",
+    "PatternError",
+    "Phase",
+    "PlanError",
+    "ReplayError",
+    "ReplayOrderError",
+    "SampleError",
+    "StateError",
+    "Stats",
+    "Step",
+    "WarmupError",
+    "capture",
+    "disabled",
+    "make_graphed_callables",
+    "nested",
+]

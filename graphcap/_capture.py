@@ -1,0 +1,420 @@
+"""Stage 3: record. Every graphed part of every graph set becomes a forward graph and its backward graphs.
+
+Nothing a replay needs later may lie in memory that another recording reuses: whatever the backward of one microbatch
+reads must survive while other microbatches run. So autograd graphs, and with them the saved tensors, are held until the
+last recording is done (only where there is a single graph set may a backward reuse what it has consumed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from graphcap import _guards
+from graphcap._plan import CapturePlan, Sample, UnitPlan
+from graphcap._tensors import TensorSpec, compact, empty_static, flatten, unflatten
+from graphcap._warmup import (
+    OutIndex,
+    PartFacts,
+    Pattern,
+    Running,
+    UnitFacts,
+    WarmupFacts,
+    differentiate,
+    entry_values,
+    proxy_of,
+    run_part,
+    sample_copies,
+)
+from graphcap.backends.base import Backend, Graph, Pool
+from graphcap.errors import CaptureError, GraphcapError
+from graphcap.order import Phase
+from graphcap.partial_layer import GRAPHED
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardGraph:
+    """A backward for one pattern of arriving gradients. results: one static tensor (or None) per wanted gradient."""
+
+    graph: Graph
+    pattern: Pattern
+    results: tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartGraphs:
+    """The graphs and static surfaces of one graphed part in one graph set.
+
+    inputs[i]: where read tensor i is expected. linked[i]: it is another part's static output (or passes through), so it
+    is there already. outputs[i]: where made tensor i appears. grad_outputs: one per differentiable output.
+    backward[phase]: one graph per pattern.
+    """
+
+    facts: PartFacts
+    inputs: tuple[torch.Tensor, ...]
+    linked: tuple[bool, ...]
+    forward: Graph
+    outputs: tuple[torch.Tensor, ...]
+    grad_outputs: tuple[torch.Tensor, ...]
+    backward: dict[Phase, tuple[BackwardGraph, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSet:
+    """Everything recorded for one unit and one slot. parts[i] is None for an eager part."""
+
+    unit: UnitPlan
+    facts: UnitFacts
+    slot: int
+    parts: tuple[PartGraphs | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSet:
+    """The result of recording: graph sets per unit, the parameters, the accumulate buffers, and what must stay alive."""
+
+    plan: CapturePlan
+    parameters: _guards.Parameters
+    sets: tuple[tuple[GraphSet, ...], ...]
+    buffers: dict[int, torch.Tensor]  # parameter index -> gradient buffer that graphs add into
+    pool: Pool
+    kept: tuple[Any, ...]
+    operations: int
+
+
+@dataclass(slots=True)
+class _Work:
+    """A graph set while it is recorded."""
+
+    unit: UnitPlan
+    facts: UnitFacts
+    sample: Sample
+    places: dict[int, int]  # id of a sample tensor -> its number among the leaves of the call
+    running: list[Running | None]
+    env: dict[str, Any]
+    statics: list[_PartWork | None]
+
+
+@dataclass(slots=True)
+class _PartWork:
+    facts: PartFacts
+    inputs: list[torch.Tensor]
+    linked: list[bool]
+    forward: Graph
+    outputs: list[torch.Tensor]
+    made: list[torch.Tensor]
+    proxies: list[torch.Tensor]
+    grad_outputs: list[torch.Tensor]
+    backward: dict[Phase, tuple[BackwardGraph, ...]]
+
+
+class Recorder:
+    """Records all graph sets of a plan on one backend, into one pool."""
+
+    def __init__(
+        self, facts: WarmupFacts, backend: Backend, pool: Pool, generators: Sequence[torch.Generator] = ()
+    ) -> None:
+        self.facts, self.plan, self.backend, self.pool = facts, facts.plan, backend, pool
+        self.generators = tuple(generators)
+        self.inputs: dict[tuple[int, TensorSpec, int], torch.Tensor] = {}  # slot, spec, number -> shared static input
+        self.buffers: dict[int, torch.Tensor] = {}
+        self.hold = sum(len(unit.samples) for unit in self.plan.units) > 1 or self.plan.config.retain_graph
+        self.operations = 0
+
+    def run(self, kept: list[torch.Tensor]) -> CaptureSet:
+        """Record in the order of the plan: a graph set's forward at its first F, its backward at its first B (or I)."""
+        plan = self.plan
+        works: dict[tuple[int, int], _Work] = {}
+        done: set[tuple[int, int]] = set()
+        for step in plan.order:
+            units = [(number, unit) for number, unit in enumerate(plan.units) if unit.chunk == step.chunk]
+            for number, unit in units if step.phase is Phase.F else reversed(units):
+                key = (number, unit.set_of[step.microbatch])
+                if step.phase is Phase.F and key not in works:
+                    works[key] = self._forward(number, key[1])
+                elif step.phase in (Phase.B, Phase.I) and key not in done:
+                    done.add(key)
+                    self._backward(works[key], self._phases(step.chunk))
+        sets = tuple(
+            tuple(_frozen(works[number, index]) for index in range(len(unit.samples)))
+            for number, unit in enumerate(plan.units)
+        )
+        works.clear()  # every autograd graph of the recording goes: nothing with a grad_fn stays
+        self.pool.poison()
+        plan = replace(plan, static_bytes=_static_bytes(sets, self.buffers))
+        return CaptureSet(plan, self.facts.parameters, sets, self.buffers, self.pool, tuple(kept), self.operations)
+
+    def _phases(self, chunk: int) -> tuple[Phase, ...]:
+        """The backward phases that the order asks of a chunk."""
+        asked = {step.phase for step in self.plan.order if step.chunk == chunk} - {Phase.F}
+        if Phase.I in asked:  # a first chunk has no input gradients: its W is a whole backward
+            asked |= {Phase.B}
+        return tuple(sorted(asked))
+
+    # ---------------------------------------------------------------------------------------------------- forward
+
+    def _forward(self, number: int, index: int) -> _Work:
+        unit = self.plan.units[number]
+        facts, sample = self.facts.units[number][index], unit.samples[index]
+        args, kwargs = sample_copies(sample)  # one object per argument, also where the user passed one tensor twice
+        places = {id(leaf): place for place, leaf in enumerate(flatten((args, kwargs))[0])}
+        work = _Work(unit, facts, sample, places, [], entry_values(unit, args, kwargs), [])
+        for part in facts.parts:
+            if part.part.kind is GRAPHED:
+                self._forward_part(work, part)
+            else:
+                self._stand_in(work, part)
+        return work
+
+    def _stand_in(self, work: _Work, part: PartFacts) -> None:
+        """An eager part does not run while recording: what it made in warm-up stands for its outputs."""
+        made = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(part.values, part.made, strict=True)]
+        leaves = [made[leaf.place] if isinstance(leaf, OutIndex) else leaf for leaf in part.make_leaves]
+        work.env.update(zip(part.part.makes, _rebuild(part, leaves), strict=True))
+        work.running.append(None)
+        work.statics.append(None)
+
+    def _forward_part(self, work: _Work, part: PartFacts) -> None:
+        statics: list[torch.Tensor] = []
+        linked: list[bool] = []
+        grad = work.facts.grad
+
+        def proxy(tensor: torch.Tensor) -> torch.Tensor:
+            leaf = part.reads[len(statics)]
+            static, is_linked = self._static_input(work, tensor, leaf.source)
+            statics.append(static)
+            linked.append(is_linked)
+            return proxy_of(static, leaf.spec.requires_grad and grad)
+
+        # The values must lie in the static inputs before recording begins: the tape's kernels run on them.
+        env = dict(work.env)
+        prepared = run_inputs(part, env, proxy)
+        with _guards.kept_autocast(), torch.set_grad_enabled(grad):
+            with self.backend.capture(self.pool, self.generators) as graph:
+                running = run_part(part.part, env, lambda tensor: prepared[id(tensor)])
+        self.operations += graph.operations
+        self._agree(part, running)
+        outputs = [t.detach() for t in running.made]
+        graph.replay()  # so that the next part is recorded on values
+        made = [o.detach().requires_grad_(s.requires_grad) for o, s in zip(outputs, part.made, strict=True)]
+        leaves = [made[leaf.place] if isinstance(leaf, OutIndex) else leaf for leaf in part.make_leaves]
+        work.env.update(zip(part.part.makes, _rebuild(part, leaves), strict=True))
+        work.running.append(running)
+        work.statics.append(
+            _PartWork(part, statics, linked, graph, outputs, running.made, running.proxies, [], {})
+        )
+
+    def _static_input(
+        self, work: _Work, tensor: torch.Tensor, source: tuple[int, int] | None
+    ) -> tuple[torch.Tensor, bool]:
+        if source is not None:
+            producer = work.statics[source[0]]
+            if producer is not None:
+                return producer.outputs[source[1]], True
+        if source is None:  # the caller's: one buffer per slot, shared by all chunks that use the slot
+            key = (work.sample.slot, TensorSpec.of(tensor), work.places[id(tensor)])
+            static = self.inputs.get(key)
+            if static is None:
+                static = self.inputs[key] = empty_static(tensor)
+        else:
+            static = empty_static(tensor)
+        with torch.no_grad():
+            compact(static).copy_(compact(tensor.detach()))
+        return static, False
+
+    def _agree(self, part: PartFacts, running: Running) -> None:
+        specs = tuple(TensorSpec.of(t) for t in running.made)
+        if running.make_structure != part.make_structure or specs != part.made:
+            raise CaptureError(
+                f"part {part.part.name} made {[str(s) for s in specs]} while recording but "
+                f"{[str(s) for s in part.made]} in warm-up: it takes another branch while it is captured"
+            )
+
+    # --------------------------------------------------------------------------------------------------- backward
+
+    def _backward(self, work: _Work, phases: tuple[Phase, ...]) -> None:
+        for index in range(len(work.statics) - 1, -1, -1):
+            part = work.statics[index]
+            if part is None or not part.facts.differentiable:
+                continue
+            part.grad_outputs = [self._grad_output(work, index, place, phases) for place in part.facts.grad_outputs]
+            for phase in phases:
+                part.backward[phase] = tuple(self._record_backwards(work, part, phase, phase is phases[-1]))
+
+    def _grad_output(
+        self, work: _Work, index: int, place: int, phases: tuple[Phase, ...]
+    ) -> torch.Tensor:
+        """Where the gradient of an output is expected: where the next part's backward leaves it, if one reads it."""
+        made = work.statics[index]
+        assert made is not None
+        if Phase.W in phases:  # a W step reads the arrived gradients again, long after others have written theirs
+            return empty_static(made.outputs[place]).fill_(0)
+        for later in work.statics[index + 1 :]:
+            if later is None:
+                continue
+            for number, leaf in enumerate(later.facts.reads):
+                if leaf.source == (index, place) and number in later.facts.grad_inputs:
+                    result = _usual(later.backward).results[later.facts.grad_inputs.index(number)]
+                    if result is not None and TensorSpec.of(result) == TensorSpec.of(made.outputs[place]):
+                        return result
+            break  # anything further away adds to that gradient, so it arrives in other memory
+        return empty_static(made.outputs[place]).fill_(0)
+
+    def _record_backwards(
+        self, work: _Work, part: _PartWork, phase: Phase, last_phase: bool
+    ) -> list[BackwardGraph]:
+        recorded: list[BackwardGraph] = []
+        inputs = [part.proxies[i] for i in part.facts.grad_inputs] if phase is not Phase.W else []
+        indices = part.facts.parameters if phase is not Phase.I else ()
+        parameters = [self.facts.parameters.alias[i] for i in indices]
+        adding = [i for i in indices if i in self.buffers]
+        wanted = [*inputs, *parameters]
+        if not wanted:
+            return recorded
+        for number, pattern in enumerate(part.facts.patterns):
+            keep = self.hold or not last_phase or number < len(part.facts.patterns) - 1
+            outputs = [part.made[p] for p, there in zip(part.facts.grad_outputs, pattern, strict=True) if there]
+            arriving = [g for g, there in zip(part.grad_outputs, pattern, strict=True) if there]
+            with torch.autocast(self.backend.device.type, enabled=False):
+                with self.backend.capture(self.pool, self.generators) as graph:
+                    found, _ = differentiate(outputs, wanted, arriving, work.facts.reentrant, retain_graph=keep)
+                    results = list(found)
+                    self._add(results, len(inputs), indices)
+                    if recorded:
+                        results = _share_results(results, recorded[0].results)
+            self.operations += graph.operations
+            held = [None if r is None else r.detach() for r in results]
+            if adding:
+                held[len(inputs) :] = [
+                    None if index in self.buffers else r for index, r in zip(indices, held[len(inputs) :], strict=True)
+                ]
+            recorded.append(BackwardGraph(graph, pattern, tuple(held)))
+        return recorded
+
+    def _add(self, results: list[torch.Tensor | None], offset: int, indices: Sequence[int]) -> None:
+        """grads="accumulate": the graph adds into the buffers, one foreach for all."""
+        pairs = [
+            (self.buffers[index], result)
+            for index, result in zip(indices, results[offset:], strict=True)
+            if index in self.buffers and result is not None
+        ]
+        if pairs:
+            with torch.no_grad():
+                torch._foreach_add_([b for b, _ in pairs], [r for _, r in pairs])
+
+
+def run_inputs(part: PartFacts, env: dict[str, Any], proxy: Any) -> dict[int, torch.Tensor]:
+    """The proxies of a part's inputs, made before recording begins; keyed by the id of the tensor that came."""
+    leaves, _ = flatten([env[name] for name in part.part.reads])
+    made: dict[int, torch.Tensor] = {}
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
+            made[id(leaf)] = proxy(leaf)
+    return made
+
+
+def accumulate_buffers(facts: WarmupFacts) -> dict[int, torch.Tensor]:
+    """The gradient buffers of grads="accumulate": `main_grad`, else the `.grad` that exists, else a new one.
+
+    A parameter used in more than one part goes the "return" way: (G + a) + b is not G + (a + b).
+    """
+    uses: dict[int, int] = {}
+    for unit in (sets[0] for sets in facts.units):
+        for part in unit.parts:
+            for index in part.parameters:
+                uses[index] = uses.get(index, 0) + (1 if part.part.kind is GRAPHED else 2)
+    buffers = {}
+    for index, count in sorted(uses.items()):
+        if count == 1:
+            real = facts.parameters.real[index]
+            main = getattr(real, "main_grad", None)
+            if isinstance(main, torch.Tensor):
+                buffers[index] = main
+            else:
+                buffers[index] = real.grad if real.grad is not None else torch.zeros_like(real)
+    return buffers
+
+
+def record(
+    facts: WarmupFacts,
+    backend: Backend,
+    pool: Pool,
+    kept: list[torch.Tensor],
+    generators: Sequence[torch.Generator] = (),
+) -> CaptureSet:
+    """Record everything; the caller keeps and restores state, and has set up aliases and the backend's session."""
+    recorder = Recorder(facts, backend, pool, generators)
+    if facts.plan.config.grads == "accumulate":
+        recorder.buffers = accumulate_buffers(facts)
+    try:
+        return recorder.run(kept)
+    except GraphcapError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise CaptureError(f"out of memory while recording: {error}") from error
+    except RuntimeError as error:
+        raise CaptureError(f"recording failed: {error}") from error
+
+
+def _share_results(
+    results: Sequence[torch.Tensor | None], first: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Let a second pattern leave its gradients where the first one does, so that both need the memory once."""
+    shared: list[torch.Tensor | None] = list(results)
+    for i, (result, home) in enumerate(zip(results, first, strict=True)):
+        if result is not None and home is not None and TensorSpec.of(result.detach()) == TensorSpec.of(home):
+            home.copy_(result)
+            shared[i] = home
+    return shared
+
+
+def _usual(backward: dict[Phase, tuple[BackwardGraph, ...]]) -> BackwardGraph:
+    return next(graphs[0] for phase, graphs in backward.items() if phase is not Phase.W and graphs)
+
+
+def _rebuild(part: PartFacts, leaves: Sequence[Any]) -> list[Any]:
+    made: list[Any] = unflatten(part.make_structure, leaves)
+    return made
+
+
+def _frozen(work: _Work) -> GraphSet:
+    parts = tuple(
+        None
+        if part is None
+        else PartGraphs(
+            part.facts,
+            tuple(part.inputs),
+            tuple(part.linked),
+            part.forward,
+            tuple(part.outputs),
+            tuple(part.grad_outputs),
+            dict(part.backward),
+        )
+        for part in work.statics
+    )
+    return GraphSet(work.unit, work.facts, work.sample.slot, parts)
+
+
+def _static_bytes(sets: Sequence[Sequence[GraphSet]], buffers: dict[int, torch.Tensor]) -> int:
+    """Bytes of the static surfaces (each memory once): inputs, crossing values, outputs and gradients."""
+    seen: dict[int, int] = {}
+
+    def count(tensor: torch.Tensor | None) -> None:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            seen[storage.data_ptr()] = max(seen.get(storage.data_ptr(), 0), storage.nbytes())
+
+    for graph_set in (s for unit in sets for s in unit):
+        for part in graph_set.parts:
+            if part is not None:
+                for tensor in (*part.inputs, *part.outputs, *part.grad_outputs):
+                    count(tensor)
+                for backward in (b for graphs in part.backward.values() for b in graphs):
+                    for tensor in backward.results:
+                        count(tensor)
+    for tensor in buffers.values():
+        count(tensor)
+    return sum(seen.values())

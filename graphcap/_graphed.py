@@ -1,0 +1,403 @@
+"""The public object: a module that runs graphs where it can, and says why where it can't."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphcap import _guards
+from graphcap._capture import CaptureSet
+from graphcap._plan import CapturePlan, Layers, UnitPlan
+from graphcap._replay import BoundSet, Flight, Slot
+from graphcap._steps import Steps, run_plain
+from graphcap._tensors import flatten, tensors_of
+from graphcap.backends.base import Backend
+from graphcap.errors import ClosedError, InputMismatch, PlanError, ReplayError, StateError
+from graphcap.order import Step
+
+_disabled: ContextVar[bool] = ContextVar("graphcap_disabled", default=False)
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Inside, every graphed object of this thread runs its own module, eagerly."""
+    token = _disabled.set(True)
+    try:
+        yield
+    finally:
+        _disabled.reset(token)
+
+
+@dataclass(slots=True)
+class Stats:
+    """What happened so far. replays: calls served by graphs; eager: calls served by the module, by reason; operations:
+    recorded operations over all graphs."""
+
+    replays: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+    operations: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ambient:
+    """The modes under which a capture was made and must be replayed."""
+
+    autocast: bool
+    autocast_dtype: torch.dtype | None
+    thread: int
+
+    @staticmethod
+    def now(device: torch.device) -> Ambient:
+        enabled = torch.is_autocast_enabled(device.type)
+        return Ambient(enabled, torch.get_autocast_dtype(device.type) if enabled else None, threading.get_ident())
+
+
+class Runner:
+    """Checks and runs calls: the part of the public object that make_graphed_callables uses as well."""
+
+    def __init__(self, capture: CaptureSet, backend: Backend, ambient: Ambient) -> None:
+        self.capture, self.plan, self.backend, self.ambient = capture, capture.plan, backend, ambient
+        self.slots = [Slot(number) for number in range(self.plan.slots)]
+        self.sets = [[BoundSet(s, self.slots[s.slot], capture) for s in sets] for sets in capture.sets]
+        self.stats = Stats(operations=capture.operations)
+        self.anchor = torch.zeros((), device=backend.device, requires_grad=True)
+        self._guards = [self._guard(index, unit) for index, unit in enumerate(self.plan.units)]
+        self._training = [[m.training for m in _guards.modules_of(unit.layers)] for unit in self.plan.units]
+        self._modules = [_guards.modules_of(unit.layers) for unit in self.plan.units]
+        self._check_due = [True] * len(self.plan.units)
+        self._stream = backend.stream_key()
+        self.closed = False
+        self.eager_depth = 0
+
+    def _guard(self, index: int, unit: UnitPlan) -> _guards.StepGuard:
+        whole = all(part.kind.value == "graphed" for part in unit.parts)
+        visited: set[int] = set()
+        used: set[int] = set()
+        for bound in self.sets[index]:
+            visited |= bound.facts.graphed_modules
+            used |= bound.facts.used_parameters
+        own = {id(layer) for layer in unit.program.partial_layers}
+        return _guards.StepGuard(
+            _guards.modules_of(unit.layers), lambda m: whole or id(m) in visited or id(m) in own, used
+        )
+
+    # ------------------------------------------------------------------------------------------------------- a call
+
+    def call(
+        self, number: int, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Flight | None]:
+        """One forward of unit `number`. Raises before anything has run if the call can't be served."""
+        unit = self.plan.units[number]
+        if self.closed:
+            raise ClosedError(f"{unit.title}: this graphed object was closed; capture again")
+        if self.is_disabled():
+            return self._eager(unit, args, kwargs, "disabled"), None
+        bound = self.sets[number][unit.set_of[microbatch]]
+        grad = torch.is_grad_enabled() and bound.facts.grad
+        problem = self._mismatch(number, bound, args, kwargs)
+        if problem is not None:
+            if self.plan.config.on_mismatch == "eager":
+                return self._eager(unit, args, kwargs, problem), None
+            raise InputMismatch(
+                f"{unit.title}: {problem}. Call it as it was captured, capture again with such arguments, or use "
+                "CaptureConfig(on_mismatch='eager')"
+            )
+        if threading.get_ident() != self.ambient.thread:
+            raise ReplayError(
+                f"{unit.title}: called from another thread than the one that captured it; static buffers are not locked. "
+                "Capture in the thread that runs"
+            )
+        bound.slot.require_free(f"{unit.title}, microbatch {microbatch}")
+        state = self._check_state(number, grad)
+        if state is not None:
+            return self._eager(unit, args, kwargs, state), None
+        self._follow_stream()
+        return self._run(number, bound, microbatch, args, kwargs, grad)
+
+    def _run(
+        self,
+        number: int,
+        bound: BoundSet,
+        microbatch: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        grad: bool,
+    ) -> tuple[Any, Flight | None]:
+        slot = bound.slot
+        slot.generation += 1
+        flight = None
+        if grad and bound.has_backward:
+            flight = slot.take(f"{bound.unit.title}, microbatch {microbatch}", lambda: self._finished(number))
+        try:
+            value = bound.run(args, kwargs, flight, self.anchor)
+        except BaseException:
+            slot.release()
+            self._check_due[number] = True
+            raise
+        self.stats.replays += 1
+        return value, flight
+
+    def _finished(self, number: int) -> None:
+        self._check_due[number] = True
+
+    def _mismatch(
+        self, number: int, bound: BoundSet, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        grad_mode = torch.is_grad_enabled()
+        found = bound.spec.difference(args, kwargs, strict=self.plan.strict, grad_mode=grad_mode and bound.facts.grad)
+        if found is not None:
+            return found
+        now = Ambient.now(self.backend.device)
+        if (now.autocast, now.autocast_dtype) != (self.ambient.autocast, self.ambient.autocast_dtype):
+            return f"captured {_autocast(self.ambient)}, called {_autocast(now)}"
+        for module, training in zip(self._modules[number], self._training[number], strict=True):
+            if module.training != training:
+                return f"captured with training={training}, called with training={module.training}"
+        if grad_mode and not bound.facts.grad and self._differentiable(number, args, kwargs):
+            return "captured without gradients, called in grad mode with something to differentiate"
+        return None
+
+    def _differentiable(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        tensors = tensors_of(flatten((args, kwargs))[0])
+        return any(t.requires_grad for t in tensors) or any(
+            p.requires_grad for module in self._modules[number] for p in module.parameters()
+        )
+
+    def _check_state(self, number: int, grad: bool) -> str | None:
+        """Once per step: parameters, buffers and modules are those of the capture."""
+        if not self._check_due[number]:
+            return None
+        try:
+            self._guards[number].check()
+        except StateError as error:
+            if self.plan.config.on_mismatch == "eager":
+                return str(error)
+            raise
+        self._check_due[number] = not grad
+        return None
+
+    def _eager(self, unit: UnitPlan, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+        self.stats.eager[reason] += 1
+        return run_plain(unit.calls, args, kwargs)
+
+    def is_disabled(self) -> bool:
+        return _disabled.get() or self.eager_depth > 0
+
+    def _follow_stream(self) -> None:
+        stream = self.backend.stream_key()
+        if stream != self._stream:
+            self.backend.wait_stream(self._stream)
+            self._stream = stream
+
+    def reset(self) -> None:
+        for slot in self.slots:
+            slot.release()
+        self._check_due = [True] * len(self.plan.units)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.reset()
+        for part in (p for sets in self.capture.sets for s in sets for p in s.parts if p is not None):
+            part.forward.reset()
+            for graph in (g for graphs in part.backward.values() for g in graphs):
+                graph.graph.reset()
+        self.sets = []
+
+
+def _autocast(ambient: Ambient) -> str:
+    return f"under autocast to {ambient.autocast_dtype}" if ambient.autocast else "without autocast"
+
+
+class Graphed(nn.Module):
+    """A captured module. It is called like the module, has its parameter names, and computes the same bits.
+
+    module: the user's module (a ModuleList where a tuple was captured). plan: print it. stats: replays and eager calls.
+    Under an order call the steps: forward("0F1", x), backward("0B1", grad), input_grad, weight_grad.
+    """
+
+    def __init__(self, module: nn.Module, runner: Runner, chunks: tuple[Layers, ...]) -> None:
+        super().__init__()
+        self.module = module
+        object.__setattr__(self, "_runner", runner)
+        object.__setattr__(self, "_chunks", chunks)
+        object.__setattr__(self, "_steps", Steps(runner.plan.order, self._call_step))
+        self.training = module.training
+        self._register_load_state_dict_pre_hook(_into_module)
+        self.register_load_state_dict_post_hook(_report_own_names)
+
+    # ----------------------------------------------------------------------------------------------------- properties
+
+    @property
+    def plan(self) -> CapturePlan:
+        """What was captured: parts, breaks with reasons, slots, graphs, static_bytes. Printable."""
+        plan: CapturePlan = self._runner.plan
+        return plan
+
+    @property
+    def stats(self) -> Stats:
+        """Replays, eager calls by reason, recorded operations."""
+        stats: Stats = self._runner.stats
+        return stats
+
+    # --------------------------------------------------------------------------------------------------------- calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """`graphed(x)`: the module's outputs. `graphed.forward(step, x)`: the F step of an order, e.g. "0F1"."""
+        if args and _is_step(args[0]):
+            return self._steps.forward(args[0], args[1:], kwargs)
+        order = self.plan.order
+        if order.chunks * order.microbatches > 1:
+            raise PlanError(
+                f"captured under an order ({order}): call graphed.forward(step, ...) with the step, e.g. '{order[0]}'"
+            )
+        return self._call_chunk(0, 0, args, kwargs)[0]
+
+    def backward(self, step: Step | str, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """The B step: `grad_outputs`, one per differentiable output (none: from the loss). Returns one gradient per
+        tensor argument of the forward; parameter gradients go where eager puts them."""
+        return self._steps_ready().backward(step, grad_outputs)
+
+    def input_grad(self, step: Step | str, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """The I step: as `backward`, without parameter gradients."""
+        return self._steps_ready().input_grad(step, grad_outputs)
+
+    def weight_grad(self, step: Step | str) -> None:
+        """The W step: the parameter gradients that belong to an I step."""
+        self._steps_ready().weight_grad(step)
+
+    def _steps_ready(self) -> Steps:
+        if self._runner.closed:
+            raise ClosedError("this graphed object was closed; capture again")
+        steps: Steps = self._steps
+        return steps
+
+    def _call_step(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Flight | None]:
+        return self._call_chunk(step.chunk, step.microbatch, args, kwargs)
+
+    def _call_chunk(
+        self, chunk: int, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Flight | None]:
+        layers = self._chunks[chunk]
+        top = layers[0] if len(layers) == 1 else None
+        if self._runner.is_disabled() and not self._runner.closed:
+            self._runner.stats.eager["disabled"] += 1
+            return run_plain(layers, args, kwargs), None
+        if not isinstance(top, nn.Module) or not _guards.has_hooks(top) or self._runner.closed:
+            found: tuple[Any, Flight | None] = self._runner.call(chunk, microbatch, args, kwargs)
+            return found
+        return self._with_hooks(top, chunk, microbatch, args, kwargs)
+
+    def _with_hooks(
+        self, top: nn.Module, chunk: int, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Flight | None]:
+        """Hooks on the captured module run around the graph: its own `__call__`, with the graph as its forward."""
+        flights: list[Flight | None] = []
+
+        def graph(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            value, flight = self._runner.call(chunk, microbatch, inner_args, inner_kwargs)
+            flights.append(flight)
+            return value
+
+        with replaced_forward(top, graph):
+            value = top(*args, **kwargs)
+        return value, flights[0] if flights else None
+
+    # ------------------------------------------------------------------------------------------------------ lifetime
+
+    def reset(self) -> None:
+        """Forget forwards in flight and the position in the order; the graphs stay."""
+        self._steps.reset()
+        self._runner.reset()
+
+    def close(self) -> None:
+        """Free the graphs and buffers. A call afterwards raises ClosedError; closing twice is fine."""
+        self._steps.reset()
+        self._runner.close()
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Inside, this object runs its module eagerly."""
+        self._runner.eager_depth += 1
+        try:
+            yield
+        finally:
+            self._runner.eager_depth -= 1
+
+    # ------------------------------------------------------------------------------------- names, copies, attributes
+
+    def train(self, mode: bool = True) -> Graphed:
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        return self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a graphed object can't be pickled: its graphs are addresses. Save graphed.state_dict(), or "
+                        "pickle graphed.module")
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """The module's `forward` is another function, on this instance alone, while inside."""
+    had = "forward" in module.__dict__
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if had:
+            module.__dict__["forward"] = before
+        else:
+            del module.__dict__["forward"]
+
+
+_STEP_TEXT = re.compile(r"\d+[FBIW]\d+")
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, Step) or (isinstance(value, str) and _STEP_TEXT.fullmatch(value) is not None)
+
+
+def _into_module(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Loading through a parent: our keys have the module's own names."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        if not key.startswith(f"{prefix}module."):
+            state_dict[f"{prefix}module.{key[len(prefix):]}"] = state_dict.pop(key)
+
+
+def _report_own_names(module: nn.Module, incompatible: Any) -> None:
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [key.replace("module.", "", 1) for key in keys]

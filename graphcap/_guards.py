@@ -1,0 +1,421 @@
+"""State around a capture: what is refused, kept, put back, and watched for later changes."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from graphcap.errors import CutError, HookError, PlanError, SampleError, StateError
+
+Layers = Sequence[Callable[..., Any]]
+
+
+def modules_of(layers: Layers) -> list[nn.Module]:
+    """The modules behind callables: a module itself, or the owner of a bound method."""
+    found: list[nn.Module] = []
+    for layer in layers:
+        owner = layer if isinstance(layer, nn.Module) else getattr(layer, "__self__", None)
+        if isinstance(owner, nn.Module) and not any(owner is known for known in found):
+            found.append(owner)
+    return found
+
+
+def named_state(modules: Iterable[nn.Module]) -> list[tuple[str, torch.Tensor]]:
+    """All parameters and buffers, each once, with a readable name."""
+    seen: set[int] = set()
+    found = []
+    for index, module in enumerate(modules):
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                found.append((f"{index}.{name}", tensor))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+def refuse_surroundings() -> None:
+    """Modes of the process in which nothing can be captured."""
+    if torch.is_inference_mode_enabled():
+        raise PlanError(
+            "capture under torch.inference_mode(): its tensors can't be static buffers. Capture outside, or under "
+            "torch.no_grad(); the captured object may be called under inference_mode"
+        )
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise PlanError("capture inside a functorch transform (vmap, grad, jvp): capture the plain callable instead")
+
+
+def refuse_modules(modules: Iterable[nn.Module]) -> None:
+    """Modules whose own machinery a graph would silence, and parameters that have no plain memory."""
+    for module in modules:
+        for name, child in module.named_modules():
+            kinds = {kind.__name__ for kind in type(child).__mro__}
+            if "OptimizedModule" in kinds or getattr(child, "_compiled_call_impl", None) is not None:
+                raise PlanError(f"{_where(name, child)} is compiled (torch.compile): capture the plain module")
+            if "FSDPModule" in kinds or kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}:
+                raise PlanError(
+                    f"{_where(name, child)} is a {type(child).__name__}: its hooks would not run at replay. Capture the "
+                    "module inside it, and wrap the captured object"
+                )
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            problem = tensor_problem(tensor)
+            if problem:
+                raise PlanError(f"{name} {problem}")
+
+
+def refuse_samples(named: Iterable[tuple[str, Any]]) -> None:
+    for name, leaf in named:
+        if isinstance(leaf, torch.Tensor):
+            problem = tensor_problem(leaf)
+            if problem:
+                raise SampleError(f"{name} {problem}")
+
+
+def tensor_problem(tensor: torch.Tensor) -> str | None:
+    """Why a tensor can't be read by a graph, or None."""
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        return "is not initialised (a lazy module): run the module once first"
+    if tensor.device.type == "meta":
+        return "is on the meta device: give it memory first (module.to_empty(device=...))"
+    if tensor.is_nested:
+        return "is a nested tensor: its shapes depend on the data"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}: only strided tensors have fixed memory"
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) and not isinstance(tensor, nn.Parameter | nn.Buffer):
+        return f"is a {type(tensor).__name__}, a tensor subclass: pass the plain tensor inside it"
+    if type(tensor.data) is not torch.Tensor:
+        return f"holds a {type(tensor.data).__name__}, a tensor subclass: capture the local module instead"
+    return None
+
+
+def refuse_hooks(module: nn.Module, title: str) -> None:
+    """The drop-in's rule, as torch and TE have it: no hooks on the module when it is captured."""
+    for kind in _HOOKS:
+        if getattr(module, kind, None):
+            raise HookError(
+                f"{title} has hooks ({kind.strip('_')}): they would not run at replay. Register them after capture"
+            )
+
+
+def refuse_inner_hooks(partial_layers: Iterable[nn.Module], top: nn.Module | None) -> None:
+    """Hooks on a PartialLayer that is not called itself, since its parts are called one by one."""
+    for layer in partial_layers:
+        if layer is not top and any(getattr(layer, kind, None) for kind in _HOOKS):
+            raise HookError(
+                f"{type(layer).__name__} has hooks, but its parts are captured one by one, so its call never happens: "
+                "remove them, put the work into a part, or capture this layer on its own"
+            )
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def refuse_gradient_hooks(modules: Iterable[nn.Module], on_mismatch: str) -> None:
+    """grads="accumulate" adds into `.grad` inside the graph, so tensor hooks on parameters would see nothing."""
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if getattr(parameter, "_backward_hooks", None):
+                raise HookError(
+                    f"{name} has a tensor hook (register_hook), which never sees a gradient that the graph adds itself: use "
+                    "CaptureConfig(grads='return'), or register_post_accumulate_grad_hook"
+                )
+            if on_mismatch == "eager" and isinstance(getattr(parameter, "main_grad", None), torch.Tensor):
+                raise PlanError(
+                    f"{name} has a main_grad: with on_mismatch='eager' an eager call would add to .grad instead. Use "
+                    "on_mismatch='error'"
+                )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_pre_hooks or module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _where(name: str, module: nn.Module) -> str:
+    return f"{name or 'the module'} ({type(module).__name__})"
+
+
+# ------------------------------------------------------------------------------------------- parameters, as leaf aliases
+
+
+@dataclass(slots=True)
+class Parameters:
+    """The parameters of a capture, in a fixed order, and the leaf aliases that stand for them while it runs."""
+
+    names: list[str] = field(default_factory=list)
+    real: list[nn.Parameter] = field(default_factory=list)
+    alias: list[torch.Tensor] = field(default_factory=list)
+    _index: dict[int, int] = field(default_factory=dict)
+
+    def add(self, name: str, real: nn.Parameter, alias: torch.Tensor) -> None:
+        self._index[id(real)] = self._index[id(alias)] = len(self.real)
+        self.names.append(name)
+        self.real.append(real)
+        self.alias.append(alias)
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        return self._index.get(id(tensor))
+
+
+@contextmanager
+def leaf_aliases(modules: Sequence[nn.Module]) -> Iterator[Parameters]:
+    """While inside, every parameter is replaced by a leaf alias of itself (same memory, no hooks, no `.grad`).
+
+    So gradients of warm-up and recording never reach `.grad`, no hook of the user's fires, and no AccumulateGrad node
+    that lives on the default stream is met by a backward capture (it would end it: partial-layer.md, "On CUDA", 1).
+    """
+    parameters = Parameters()
+    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for index, module in enumerate(modules):
+        for name, real in module.named_parameters():
+            if parameters.index_of(real) is None:
+                parameters.add(f"{index}.{name}" if len(modules) > 1 else name, real, _alias(real))
+        for owner in module.modules():
+            places += [(owner, name, p) for name, p in owner._parameters.items() if p is not None]
+    try:
+        for owner, name, real in places:
+            setattr(owner, name, parameters.alias[_known(parameters, real)])
+        yield parameters
+    finally:
+        for owner, name, real in places:
+            setattr(owner, name, real)
+
+
+def _alias(real: nn.Parameter) -> torch.Tensor:
+    if type(real) is not nn.Parameter:  # a subclass may carry more than its memory: it stands for itself
+        return real
+    alias = nn.Parameter(real.detach(), requires_grad=real.requires_grad)
+    alias.__dict__.update(real.__dict__)
+    return alias
+
+
+def _known(parameters: Parameters, real: torch.Tensor) -> int:
+    index = parameters.index_of(real)
+    assert index is not None
+    return index
+
+
+def leaves_of(outputs: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    """The leaf tensors that outputs were computed from, each with the number of edges that lead to it."""
+    edges: dict[int, list[Any]] = {}
+    seen: set[Any] = set()
+    stack = []
+    for output in outputs:
+        if output.grad_fn is not None:
+            stack.append(output.grad_fn)
+        elif output.requires_grad:
+            edges.setdefault(id(output), [output, 0])[1] += 1
+    seen.update(stack)
+    while stack:
+        node = stack.pop()
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            variable = getattr(following, "variable", None)
+            if variable is not None:
+                edges.setdefault(id(variable), [variable, 0])[1] += 1
+            elif following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return [(variable, count) for variable, count in edges.values()]
+
+
+# --------------------------------------------------------------------------------------------------- state that is kept
+
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+
+
+@contextmanager
+def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
+    """Warm-up and recording run the forward; afterwards buffers (identity and value), tensor and plain attributes,
+    training flags and gradient tensors are as before, also after a failure.
+
+    Gives a list that afterwards holds the tensors that were bound inside and are unbound again: a graph may read them,
+    so whoever keeps the graph keeps the list.
+    """
+    unbound: list[torch.Tensor] = []
+    tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+    bindings: list[tuple[dict[str, Any], str, Any]] = []
+    absent: list[tuple[dict[str, Any], frozenset[str]]] = []
+    seen: set[int] = set()
+    for module in (m for top in modules for m in top.modules()):
+        for table in (module._buffers, module.__dict__):
+            absent.append((table, frozenset(table)))
+            for name, value in table.items():
+                if isinstance(value, torch.Tensor):
+                    bindings.append((table, name, value))
+                    if id(value) not in seen and tensor_problem(value) is None:
+                        seen.add(id(value))
+                        tensors.append((value, value.detach().clone()))
+                elif isinstance(value, _SIMPLE):
+                    bindings.append((table, name, value))
+    for parameter in (p for top in modules for p in top.parameters()):
+        gradient = getattr(parameter, "main_grad", None)
+        if isinstance(gradient, torch.Tensor) and id(gradient) not in seen:
+            seen.add(id(gradient))
+            tensors.append((gradient, gradient.detach().clone()))
+    try:
+        yield unbound
+    finally:
+        for table, names in absent:
+            for name in [name for name in table if name not in names]:
+                if isinstance(table[name], torch.Tensor):
+                    unbound.append(table.pop(name))
+                elif isinstance(table[name], _SIMPLE):
+                    del table[name]
+        for table, name, value in bindings:
+            bound = table.get(name)
+            if bound is not value and isinstance(bound, torch.Tensor):
+                unbound.append(bound)
+            table[name] = value
+        with torch.no_grad():
+            for tensor, saved in tensors:
+                tensor.data.copy_(saved)  # .data has its own version counter: nobody's saved tensor is invalidated
+
+
+@contextmanager
+def kept_autocast() -> Iterator[None]:
+    """The autocast cache holds casts of weights made in warm-up; a graph that read them would miss weight updates."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+def plain_attributes(modules: Iterable[nn.Module]) -> dict[tuple[int, str], tuple[str, Any]]:
+    """Attributes whose change at every call would be lost at replay: numbers, texts, bound tensors, list lengths."""
+    found: dict[tuple[int, str], tuple[str, Any]] = {}
+    for module in (m for top in modules for m in top.modules()):
+        for name, value in module.__dict__.items():
+            label = f"{type(module).__name__}.{name}"
+            if name in ("training", "_is_full_backward_hook"):
+                continue
+            if isinstance(value, _SIMPLE):
+                found[id(module), name] = (label, value)
+            elif isinstance(value, torch.Tensor):
+                found[id(module), name] = (label, id(value))
+            elif isinstance(value, list) and not name.startswith("_"):
+                found[id(module), name] = (label, len(value))
+        for name, buffer in module._buffers.items():
+            found[id(module), name] = (f"{type(module).__name__}.{name}", id(buffer))
+    return found
+
+
+def refuse_host_effects(
+    before: dict[tuple[int, str], tuple[str, Any]], after: dict[tuple[int, str], tuple[str, Any]], part: str
+) -> None:
+    for key, (label, value) in after.items():
+        if key not in before or before[key][1] != value:
+            raise CutError(
+                f"part {part}: its Python sets the attribute {label} at every call. Python does not run at replay, so "
+                "the attribute would keep the value of the capture. Move this work into an EAGER part, keep the value in "
+                "a buffer that is changed in place, or return it as an output"
+            )
+
+
+# ------------------------------------------------------------------------------------- which modules a part has called
+
+
+@contextmanager
+def visited_modules() -> Iterator[set[int]]:
+    """The ids of the modules called inside, on this thread."""
+    seen: set[int] = set()
+    thread = threading.get_ident()
+
+    def note(module: nn.Module, _: Any) -> None:
+        if threading.get_ident() == thread:
+            seen.add(id(module))
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+# -------------------------------------------------------------------------------------- what must not change afterwards
+
+
+@dataclass(slots=True)
+class _Watched:
+    table: dict[str, Any]
+    key: str
+    name: str
+    tensor: torch.Tensor
+    address: int
+    requires_grad: bool
+
+
+class StepGuard:
+    """Compares identity and address of parameters and buffers, and the structure of modules, with what was captured.
+
+    One pass per step. A graph reads memory where it was; a weight that has moved would be read stale.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], graphed: Callable[[nn.Module], bool], used: set[int]) -> None:
+        self._watched: list[_Watched] = []
+        self._children: list[tuple[nn.Module, str, str, nn.Module]] = []
+        self._hooked: dict[int, tuple[str, nn.Module, int]] = {}
+        for top in modules:
+            for path, module in top.named_modules():
+                inside = graphed(module)
+                for table in (module._parameters, module._buffers):
+                    for key, tensor in table.items():
+                        if tensor is not None and (inside or id(tensor) in used):
+                            name = f"{path}.{key}" if path else key
+                            entry = _Watched(table, key, name, tensor, tensor.data_ptr(), tensor.requires_grad)
+                            self._watched.append(entry)
+                if inside:
+                    for key, child in module._modules.items():
+                        if child is not None and graphed(child):
+                            self._children.append((module, key, f"{path}.{key}" if path else key, child))
+                    if module is not top:
+                        self._hooked[id(module)] = (path, module, _hook_count(module))
+
+    def check(self) -> None:
+        """Raises StateError naming the first difference."""
+        for entry in self._watched:
+            now = entry.table.get(entry.key)
+            if now is not entry.tensor:
+                raise _moved(entry.name, "was replaced by another tensor (load_state_dict(assign=True)? a swap?)")
+            if entry.tensor.data_ptr() != entry.address:
+                raise _moved(entry.name, "has moved to other memory (module.to()? an optimizer that rebinds .data?)")
+            if entry.tensor.requires_grad != entry.requires_grad:
+                raise _moved(entry.name, f"has requires_grad={entry.tensor.requires_grad} now")
+        for owner, key, name, child in self._children:
+            if owner._modules.get(key) is not child:
+                raise _moved(name, "is another module now")
+        self._warn_of_hooks()
+
+    def _warn_of_hooks(self) -> None:
+        for key, (path, module, count) in self._hooked.items():
+            now = _hook_count(module)
+            if now > count:
+                self._hooked[key] = (path, module, now)
+                warnings.warn(
+                    f"{path} got a hook after capture, but lies inside a graphed part: the hook will not run. Register "
+                    "it before capture, or put it on the captured module or on an eager part",
+                    stacklevel=5,
+                )
+
+
+def _hook_count(module: nn.Module) -> int:
+    return sum(len(getattr(module, kind)) for kind in _HOOKS)
+
+
+def _moved(name: str, what: str) -> StateError:
+    return StateError(
+        f"{name} {what}, but the graph reads the memory it was captured with. Undo that, change values in place "
+        "(copy_), or capture again: close() and graphcap.capture()"
+    )

@@ -1,0 +1,260 @@
+"""Stage 1: what will be captured. Touches no device; the records are frozen and can be printed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphcap._tensors import CallSpec
+from graphcap.config import CaptureConfig
+from graphcap.errors import PlanError
+from graphcap.order import Order, SlotMap, assign_slots
+from graphcap.partial_layer import GRAPHED, NOTHING, Call, PartialLayer, PartKind, Program, flatten
+
+Layers = tuple[Callable[..., Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """A maximal run of calls of one kind. `reads` are the values it takes; `makes` those that somebody needs later,
+    values that only pass through a graphed part included; `finals` those of them that nobody but the caller needs."""
+
+    index: int
+    kind: PartKind
+    calls: tuple[Call, ...]
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    finals: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        first, last = self.calls[0].name, self.calls[-1].name
+        return first if len(self.calls) == 1 else f"{first} .. {last}"
+
+    @property
+    def reason(self) -> str | None:
+        return next((call.reason for call in self.calls if call.reason), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The sample arguments from which one graph set is captured, and the microbatches that it serves."""
+
+    slot: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    spec: CallSpec
+    microbatches: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """One callable that is captured as a whole: a chunk (`capture`), or one layer of it (`make_graphed_callables`).
+
+    `layers` are the user's callables; `calls` what an eager run of the unit calls: for a single module its `forward`,
+    since hooks on the captured module itself run around the unit, whoever serves it. `samples` has one entry per graph
+    set; `set_of[microbatch]` is its index.
+    """
+
+    chunk: int
+    layer: int
+    layers: Layers
+    calls: Layers
+    program: Program
+    parts: tuple[PartPlan, ...]
+    samples: tuple[Sample, ...]
+    set_of: tuple[int, ...]
+
+    @property
+    def title(self) -> str:
+        return f"chunk {self.chunk}" if self.layer < 0 else f"chunk {self.chunk}, layer {self.layer}"
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlan:
+    """The plan of a capture: print it to see parts, breaks with their reasons, slots and bytes.
+
+    parts: every part of every chunk, in order. breaks: the EAGER ones. slots: how many sets of static buffers.
+    graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1). static_bytes: memory that
+    the static buffers take, known once recording is done (0 before).
+    """
+
+    units: tuple[UnitPlan, ...]
+    order: Order
+    given_order: bool
+    slot_map: SlotMap
+    config: CaptureConfig
+    strict: bool
+    static_bytes: int = 0
+
+    @property
+    def parts(self) -> tuple[PartPlan, ...]:
+        return tuple(part for unit in self.units for part in unit.parts)
+
+    @property
+    def breaks(self) -> tuple[PartPlan, ...]:
+        return tuple(part for part in self.parts if part.kind is not GRAPHED)
+
+    @property
+    def slots(self) -> int:
+        return self.slot_map.count
+
+    @property
+    def graphs(self) -> int:
+        return sum(part.kind is GRAPHED for part in self.parts)
+
+    @property
+    def outputs_alias(self) -> bool:
+        choice = self.config.outputs
+        return choice == "alias" or (choice is None and (self.given_order or not self.strict))
+
+    def __str__(self) -> str:
+        from graphcap.report import plan_text  # the report reads plans; a plan that prints itself reads the report
+
+        return plan_text(self)
+
+
+def cut(program: Program) -> tuple[PartPlan, ...]:
+    """Group the calls of a program into parts, and find what crosses between them.
+
+    A value that a graphed part reads and somebody needs later leaves that part again (it passes through), so that its
+    gradients are added in eager's order (design: partial-layer.md, "Pass-through").
+    """
+    runs: list[list[Call]] = []
+    for call in program.calls:
+        if runs and runs[-1][0].kind is call.kind:
+            runs[-1].append(call)
+        else:
+            runs.append([call])
+    parts: list[PartPlan] = []
+    needed_later = set(program.outputs)
+    read_later: set[str] = set()
+    for index in range(len(runs) - 1, -1, -1):
+        calls = tuple(runs[index])
+        made: set[str] = set()
+        reads: list[str] = []
+        for call in calls:
+            reads += [name for name in call.reads if name not in made and name not in reads and name != NOTHING]
+            made.update(call.makes)
+        names = [name for call in calls for name in call.makes]
+        if calls[0].kind is GRAPHED:
+            names = reads + names
+        makes = tuple(name for name in dict.fromkeys(names) if name in needed_later)
+        finals = tuple(name for name in makes if name not in read_later)
+        parts.append(PartPlan(index, calls[0].kind, calls, tuple(reads), makes, finals))
+        needed_later |= set(reads)
+        read_later |= set(reads)
+    return tuple(reversed(parts))
+
+
+def build(
+    chunks: Sequence[Layers],
+    samples: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    order: Order | None,
+    config: CaptureConfig,
+) -> CapturePlan:
+    """The plan of `capture`: one unit per chunk, one sample per chunk, slots shared by live range."""
+    given = order is not None
+    order = Order.forward_backward(1) if order is None else order.check()
+    if order.chunks != len(chunks):
+        raise PlanError(
+            f"the order has {order.chunks} chunks, but {len(chunks)} were given: under an order `module` is a tuple "
+            "with one entry (a module, or a tuple of layers) per chunk"
+        )
+    if len(samples) != len(chunks):
+        raise PlanError(f"{len(chunks)} chunks, but sample arguments for {len(samples)}: give one entry per chunk")
+    specs = [CallSpec.of(args, kwargs) for args, kwargs in samples]
+    keys = signature_keys(specs)
+    whole = Order(tuple(order), chunks=order.chunks, microbatches=order.microbatches, training=order.training)
+    slot_map = assign_slots(whole, lambda chunk, microbatch, layer: keys[chunk])
+    units = []
+    for chunk, layers in enumerate(chunks):
+        args, kwargs = samples[chunk]
+        slots = [slot_map.slot_of(chunk, m) for m in range(order.microbatches)]
+        distinct = tuple(dict.fromkeys(slots))
+        served = {slot: tuple(m for m, s in enumerate(slots) if s == slot) for slot in distinct}
+        made = tuple(Sample(slot, args, kwargs, specs[chunk], served[slot]) for slot in distinct)
+        calls, program = _program(layers)
+        set_of = tuple(distinct.index(slot) for slot in slots)
+        units.append(UnitPlan(chunk, -1, layers, calls, program, cut(program), made, set_of))
+    return CapturePlan(tuple(units), order, given, slot_map, config, strict=True)
+
+
+def build_callables(
+    callables: Sequence[Callable[..., Any]],
+    samples: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    order: Order,
+    config: CaptureConfig,
+    *,
+    given_order: bool,
+    share_slots: bool,
+) -> CapturePlan:
+    """The plan of `make_graphed_callables`: one unit per callable; `samples[order.flat_index(chunk, microbatch, layer)]`.
+
+    Without `share_slots` every microbatch has its own buffers, as in torch and TE.
+    """
+    specs = [CallSpec.of(args, kwargs) for args, kwargs in samples]
+    keys = signature_keys(specs)
+
+    def signature(chunk: int, microbatch: int, layer: int) -> object:
+        flat = order.flat_index(chunk, microbatch, layer)
+        return keys[flat] if share_slots else flat
+
+    slot_map = assign_slots(order, signature)
+    units = []
+    index = 0
+    for chunk, count in enumerate(order.layers_per_chunk):
+        for layer in range(count):
+            units.append(_callable_unit(callables[index], chunk, layer, samples, specs, order, slot_map))
+            index += 1
+    return CapturePlan(tuple(units), order, given_order, slot_map, config, strict=False)
+
+
+def _callable_unit(
+    layer_callable: Callable[..., Any],
+    chunk: int,
+    layer: int,
+    samples: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+    specs: Sequence[CallSpec],
+    order: Order,
+    slot_map: SlotMap,
+) -> UnitPlan:
+    sets: list[Sample] = []
+    set_of: list[int] = []
+    for microbatch in range(order.microbatches):
+        slot = slot_map.slot_of(chunk, microbatch, layer)
+        known = next((i for i, s in enumerate(sets) if s.slot == slot), None)
+        if known is None:
+            flat = order.flat_index(chunk, microbatch, layer)
+            sets.append(Sample(slot, *samples[flat], specs[flat], (microbatch,)))
+            set_of.append(len(sets) - 1)
+        else:
+            old = sets[known]
+            sets[known] = Sample(slot, old.args, old.kwargs, old.spec, (*old.microbatches, microbatch))
+            set_of.append(known)
+    calls, program = _program((layer_callable,))
+    return UnitPlan(chunk, layer, (layer_callable,), calls, program, cut(program), tuple(sets), tuple(set_of))
+
+
+def _program(layers: Layers) -> tuple[Layers, Program]:
+    """What an eager run calls, and the program to capture."""
+    if len(layers) > 1 or not isinstance(layers[0], torch.nn.Module):
+        return layers, flatten(layers)
+    forward = layers[0].forward  # bound now: the drop-in replaces the attribute later
+    return (forward,), flatten(layers if isinstance(layers[0], PartialLayer) else (forward,))
+
+
+def signature_keys(specs: Sequence[CallSpec]) -> list[int]:
+    """Equal numbers for specs that can share static buffers (constants need not be hashable)."""
+    kinds: list[CallSpec] = []
+    keys = []
+    for spec in specs:
+        found = next((i for i, kind in enumerate(kinds) if kind.same_signature(spec)), None)
+        if found is None:
+            kinds.append(spec)
+            found = len(kinds) - 1
+        keys.append(found)
+    return keys

@@ -1,0 +1,428 @@
+"""Stage 4: run the graphs in place of the parts, inside the caller's autograd.
+
+A graphed part is one autograd node: its forward copies what is not in place yet and replays, its backward copies the
+arriving gradients, replays and hands out gradients that nobody else owns. Eager parts run as ordinary Python between.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphcap._capture import BackwardGraph, CaptureSet, GraphSet, PartGraphs
+from graphcap._plan import PartPlan
+from graphcap._tensors import Structure, compact, flatten, same_constant, unflatten
+from graphcap._warmup import OutIndex, PartFacts, entry_values, run_call
+from graphcap.errors import InFlightError, InputMismatch, ReplayError, StateError
+from graphcap.order import Phase
+from graphcap.partial_layer import NOTHING
+
+
+class Flight:
+    """One forward whose backward is still to come. The slot refers to it weakly: when the last autograd node that holds
+    it is gone (the caller dropped the result), the slot is free."""
+
+    __slots__ = ("__weakref__", "done", "finished", "generation", "input_results", "on_finish", "phase")
+
+    def __init__(self, generation: int, on_finish: Callable[[], None]) -> None:
+        self.generation = generation
+        self.phase = Phase.B
+        self.finished = False
+        self.done: set[tuple[int, Phase]] = set()
+        self.input_results: dict[int, list[torch.Tensor | None]] = {}
+        self.on_finish = on_finish
+
+    def finish(self) -> None:
+        if not self.finished:
+            self.finished = True
+            self.on_finish()
+
+
+@dataclass(slots=True)
+class Slot:
+    """The life of one set of static buffers."""
+
+    number: int
+    generation: int = 0
+    flight: weakref.ref[Flight] | None = None
+    holder: str = ""
+
+    def in_flight(self) -> bool:
+        flight = None if self.flight is None else self.flight()
+        return flight is not None and not flight.finished
+
+    def require_free(self, who: str) -> None:
+        if self.in_flight():
+            raise InFlightError(
+                f"{who} needs slot {self.number}, but the forward of {self.holder} is still in flight there: its backward "
+                "has not run and its result is alive. Run that backward, drop the result, call reset(), or capture with "
+                "an order that has more microbatches in flight"
+            )
+
+    def take(self, holder: str, on_finish: Callable[[], None]) -> Flight:
+        flight = Flight(self.generation, on_finish)
+        self.flight, self.holder = weakref.ref(flight), holder
+        return flight
+
+    def release(self) -> None:
+        self.flight = None
+
+
+class _PartNode(torch.autograd.Function):
+    """The autograd node of one graphed part."""
+
+    @staticmethod
+    def forward(ctx: Any, bound: BoundPart, flight: Flight, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        outputs = bound.run(tensors)
+        ctx.bound, ctx.flight = bound, flight
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(out for out, spec in zip(outputs, bound.facts.made, strict=True) if not spec.requires_grad)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise ReplayError(
+                "create_graph=True through a graphed part: a recorded backward has no history, so second derivatives "
+                "would silently be zero. Run this step with graphcap.disabled()"
+            )
+        return (None, None, *ctx.bound.backward(ctx.flight, gradients))
+
+
+@dataclass(slots=True)
+class _Memory:
+    """A static tensor to copy into: its compact view, where it lies, and whether copies may be left out."""
+
+    place: int
+    static: torch.Tensor
+    address: int
+    expanded: bool
+    zero: bool = False  # it holds zeros: no need to write them again
+
+
+class BoundPart:
+    """One graphed part of one graph set, ready to run."""
+
+    def __init__(self, graphs: PartGraphs, index: int, slot: Slot, capture: CaptureSet, alias_outputs: bool) -> None:
+        self.graphs, self.facts, self.index, self.slot = graphs, graphs.facts, index, slot
+        self.retain = capture.plan.config.retain_graph
+        self.alias_gradients = capture.plan.config.grads == "alias"
+        self.incoming = [
+            _memory(place, static)
+            for place, static in enumerate(graphs.inputs)
+            if not graphs.linked[place]
+        ]
+        self.arriving = [_memory(p, g) for p, g in zip(self.facts.grad_outputs, graphs.grad_outputs, strict=False)]
+        self.leaving = frozenset() if alias_outputs else _leaving(self.facts)
+        real = capture.parameters.real
+        self.returned = [real[i] for i in self.facts.parameters if i not in capture.buffers]
+        self.added = [(real[i], capture.buffers[i], capture.parameters.names[i]) for i in self.facts.parameters if i in capture.buffers]
+        self._returned_at = [n for n, i in enumerate(self.facts.parameters) if i not in capture.buffers]
+        self.fresh_inputs = {
+            n: not graphs.linked[n] for n in self.facts.grad_inputs
+        }
+        self.is_first = False
+
+    # ------------------------------------------------------------------------------------------------------ forward
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Copy in, replay, and give the static outputs as new tensor objects (copies where they leave as copies)."""
+        _copy([(memory, tensors[memory.place]) for memory in self.incoming])
+        self.graphs.forward.replay()
+        return tuple(
+            static.clone() if place in self.leaving else static.detach()
+            for place, static in enumerate(self.graphs.outputs)
+        )
+
+    def call(self, env: dict[str, Any], flight: Flight | None, anchor: torch.Tensor) -> None:
+        tensors = self._gather(env)
+        if flight is None:
+            with torch.no_grad():
+                outputs = self.run(tensors)
+        else:
+            extra = self.returned if not self.added else [*self.returned, anchor]
+            outputs = _PartNode.apply(self, flight, *tensors, *extra)
+        leaves = [outputs[leaf.place] if isinstance(leaf, OutIndex) else leaf for leaf in self.facts.make_leaves]
+        env.update(zip(self.facts.part.makes, unflatten(self.facts.make_structure, leaves), strict=True))
+
+    def _gather(self, env: dict[str, Any]) -> list[torch.Tensor]:
+        part, facts = self.facts.part, self.facts
+        leaves, structure = flatten([env[name] for name in part.reads])
+        found: list[torch.Tensor | None] = [None] * len(facts.reads)
+        index = iter(facts.read_index)
+        if structure != facts.read_structure:
+            raise InputMismatch(f"part {part.name}: what it reads has another structure than at capture")
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                place = next(index)
+                if found[place] is not None and found[place] is not leaf:
+                    raise InputMismatch(
+                        f"part {part.name}: two of its inputs were one tensor at capture and are two tensors now"
+                    )
+                found[place] = leaf
+        return found  # type: ignore[return-value]  # every place is some leaf's, or the structure would differ
+
+    # ----------------------------------------------------------------------------------------------------- backward
+
+    def backward(self, flight: Flight, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Replay the backward for the gradients that arrived; one result per input of the node."""
+        phase = self._phase(flight)
+        nothing: list[torch.Tensor | None] = [None] * (len(self.facts.reads) + len(self.returned) + bool(self.added))
+        arrived = [gradients[memory.place] for memory in self.arriving]
+        if all(gradient is None for gradient in arrived):
+            return nothing
+        self._require_valid(flight, phase)
+        graph, missing = self._choose(phase, arrived)
+        if graph is None and phase is not Phase.W:
+            return nothing
+        if phase is not Phase.W:
+            self._copy_gradients(arrived)
+        if phase is not Phase.I:
+            self._bind_buffers()
+        if graph is not None:  # a part without parameters has nothing to do in a W step but to hand on
+            graph.graph.replay()
+        results = self._results(flight, phase, graph, missing)
+        flight.done.add((self.index, phase))
+        if phase is not Phase.I:
+            self._fire_hooks()
+            if self.is_first:
+                flight.finish()
+        return results
+
+    def _phase(self, flight: Flight) -> Phase:
+        if flight.phase is Phase.W and (self.index, Phase.I) not in flight.done:
+            return Phase.B  # no input gradient was asked of this part, so nothing is there to build on
+        return flight.phase
+
+    def _require_valid(self, flight: Flight, phase: Phase) -> None:
+        if flight.generation != self.slot.generation:
+            raise ReplayError(
+                f"part {self.facts.part.name}: its buffers hold a later forward already (slot {self.slot.number} was used "
+                "again after this forward), so this backward would be wrong. Run the backward before the next forward of "
+                "the slot"
+            )
+        if (self.index, phase) in flight.done and not self.retain:
+            raise ReplayError(
+                f"part {self.facts.part.name}: a second backward through one forward. Capture with "
+                "CaptureConfig(retain_graph=True) to allow it"
+            )
+
+    def _choose(
+        self, phase: Phase, arrived: Sequence[torch.Tensor | None]
+    ) -> tuple[BackwardGraph | None, frozenset[int]]:
+        """The backward graph for the gradients that arrived. Where none was recorded for just these, the one for all
+        outputs runs on zeros, and what only the missing ones lead to stays None."""
+        graphs = self.graphs.backward.get(phase, ())
+        pattern = tuple(gradient is not None for gradient in arrived)
+        for graph in graphs:
+            if graph.pattern == pattern:
+                return graph, frozenset()
+        reached: set[int] = set()
+        for there, results in zip(pattern, self.facts.reach, strict=True):
+            if there:
+                reached |= results
+        total = len(self.facts.grad_inputs) + len(self.facts.parameters)
+        every = next((graph for graph in graphs if all(graph.pattern)), None)
+        return every, frozenset(range(total)) - reached
+
+    def _copy_gradients(self, arrived: Sequence[torch.Tensor | None]) -> None:
+        pairs = []
+        for memory, gradient in zip(self.arriving, arrived, strict=True):
+            if gradient is None:
+                memory.static.zero_()
+            elif gradient.layout is not torch.strided:
+                raise InputMismatch(
+                    f"part {self.facts.part.name}: a gradient with the layout {gradient.layout} arrived; only dense "
+                    "gradients can be copied into a static buffer (embedding(sparse=True) in an eager part?)"
+                )
+            else:
+                pairs.append((memory, gradient))
+        _copy(pairs)
+
+    def _results(
+        self, flight: Flight, phase: Phase, graph: BackwardGraph | None, missing: frozenset[int]
+    ) -> list[torch.Tensor | None]:
+        held: tuple[torch.Tensor | None, ...] = () if graph is None else graph.results
+        inputs = len(self.facts.grad_inputs)
+        offset = 0 if phase is not Phase.W else -inputs  # where the parameters begin in the graph's results
+        results: list[torch.Tensor | None] = [None] * len(self.facts.reads)
+        to_copy: list[tuple[int, torch.Tensor]] = []
+        if phase is Phase.W:
+            results = list(flight.input_results.pop(self.index))
+        else:
+            for number, place in enumerate(self.facts.grad_inputs):
+                gradient = held[number]
+                if gradient is not None and number not in missing:
+                    results[place] = gradient
+                    if self.fresh_inputs[place]:
+                        to_copy.append((place, gradient))
+        for n, at in enumerate(self._returned_at):
+            gradient = None
+            if phase is not Phase.I and inputs + at not in missing:
+                gradient = held[inputs + offset + at]
+            results.append(gradient)
+            if gradient is not None and not self.alias_gradients:
+                to_copy.append((len(self.facts.reads) + n, gradient))
+        if self.added:
+            results.append(None)
+        for (place, _), copy in zip(to_copy, fresh([gradient for _, gradient in to_copy]), strict=True):
+            results[place] = copy
+        if phase is Phase.I:
+            flight.input_results[self.index] = results[: len(self.facts.reads)]
+        return results
+
+    def _bind_buffers(self) -> None:
+        """grads="accumulate": `.grad` is the buffer that the graph adds into, or becomes it again, zeroed."""
+        emptied = []
+        for parameter, buffer, name in self.added:
+            if parameter.grad is buffer or getattr(parameter, "main_grad", None) is buffer:
+                continue
+            if parameter.grad is not None:
+                raise StateError(
+                    f"{name}.grad is another tensor than the buffer that the graph adds into: set it to None "
+                    "(zero_grad(set_to_none=True)), zero the buffer in place, or capture with grads='return'"
+                )
+            parameter.grad = buffer
+            emptied.append(buffer)
+        if emptied:
+            torch._foreach_zero_(emptied)
+
+    def _fire_hooks(self) -> None:
+        for parameter, _, _ in self.added:
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            for hook in list(hooks.values()) if hooks else ():
+                hook(parameter)
+
+
+def _memory(place: int, static: torch.Tensor) -> _Memory:
+    core = compact(static)
+    return _Memory(place, core, static.data_ptr(), core.shape != static.shape)
+
+
+def _copy(pairs: Sequence[tuple[_Memory, torch.Tensor]]) -> None:
+    """Copy what does not lie in its place already, all in one foreach."""
+    targets, sources = [], []
+    for memory, tensor in pairs:
+        if tensor.data_ptr() == memory.address and (memory.expanded or tensor.stride() == memory.static.stride()):
+            continue
+        targets.append(memory.static)
+        sources.append(_like(tensor, memory.static) if memory.expanded else tensor)
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    elif targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _like(tensor: torch.Tensor, core: torch.Tensor) -> torch.Tensor:
+    """The part of an expanded tensor that `core` (size 1 where expanded) holds."""
+    for dim, size in enumerate(core.shape):
+        if tensor.shape[dim] != size:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def fresh(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies on memory of their own. On a GPU one kernel copies many: x * 1 has the bits of x."""
+    if len(tensors) > 1 and tensors[0].is_cuda and all(t.is_floating_point() for t in tensors):
+        return list(torch._foreach_mul(list(tensors), 1))
+    return [tensor.clone() for tensor in tensors]
+
+
+def _leaving(facts: PartFacts) -> frozenset[int]:
+    """The outputs that only the caller gets: they are copied as they leave."""
+    names: dict[int, set[bool]] = {}
+    at = 0
+    for name, child in zip(facts.part.makes, facts.make_structure.children, strict=True):
+        for leaf in facts.make_leaves[at : at + _count(child)]:
+            if isinstance(leaf, OutIndex):
+                names.setdefault(leaf.place, set()).add(name in facts.part.finals)
+        at += _count(child)
+    return frozenset(place for place, kinds in names.items() if kinds == {True})
+
+
+def _count(structure: Structure) -> int:
+    return 1 if structure.kind is None else sum(_count(child) for child in structure.children)
+
+
+class BoundSet:
+    """One graph set, ready to run one microbatch."""
+
+    def __init__(self, graph_set: GraphSet, slot: Slot, capture: CaptureSet) -> None:
+        self.unit, self.facts, self.slot = graph_set.unit, graph_set.facts, slot
+        self.spec = next(sample.spec for sample in graph_set.unit.samples if sample.slot == graph_set.slot)
+        alias = capture.plan.outputs_alias
+        self.alias = alias
+        self.parts = [
+            None if graphs is None else BoundPart(graphs, index, slot, capture, alias)
+            for index, graphs in enumerate(graph_set.parts)
+        ]
+        differentiable = [part for part in self.parts if part is not None and part.facts.differentiable]
+        self.has_backward = bool(differentiable)
+        if differentiable:
+            differentiable[0].is_first = True
+        self._static = {
+            tensor.untyped_storage().data_ptr()
+            for part in self.parts
+            if part is not None
+            for tensor in (*part.graphs.inputs, *part.graphs.outputs)
+        }
+
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], flight: Flight | None, anchor: torch.Tensor
+    ) -> Any:
+        """The outputs of the unit for checked arguments. Raises InputMismatch if an eager part's results differ."""
+        env = entry_values(self.unit, args, kwargs)
+        for part, bound, facts in zip(self.unit.parts, self.parts, self.facts.parts, strict=True):
+            if bound is None:
+                run_eager(part, facts, env)
+            else:
+                bound.call(env, flight if bound.facts.differentiable else None, anchor)
+        outputs = tuple(env[name] for name in self.unit.program.outputs)
+        value = outputs[0] if len(outputs) == 1 else outputs
+        return value if self.alias else self._owned(value)
+
+    def _owned(self, value: Any) -> Any:
+        """Copies of what still lies in static memory (values that are also read inside, or pass through)."""
+        leaves, structure = flatten(value)
+        changed = False
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.untyped_storage().data_ptr() in self._static:
+                leaves[place] = leaf.clone()
+                changed = True
+        return unflatten(structure, leaves) if changed else value
+
+
+def run_eager(part: PartPlan, facts: PartFacts, env: dict[str, Any]) -> None:
+    """Run an eager part as it is, and check that what it made is what the next graph expects."""
+    scope = {NOTHING: None, **{name: env[name] for name in part.reads}}
+    for call in part.calls:
+        run_call(call, scope)
+    makes = [scope[name] for name in part.makes]
+    leaves, structure = flatten(makes)
+    if structure != facts.make_structure:
+        raise InputMismatch(f"eager part {part.name} returned another structure than at capture")
+    for number, (leaf, expected) in enumerate(zip(leaves, facts.make_leaves, strict=True)):
+        problem = _output_problem(leaf, expected, facts)
+        if problem:
+            raise InputMismatch(
+                f"eager part {part.name}, output {number}: {problem}. What crosses a break must have a static shape and "
+                "value: let the eager part contain whatever changes"
+            )
+    env.update(zip(part.makes, makes, strict=True))
+
+
+def _output_problem(leaf: Any, expected: Any, facts: PartFacts) -> str | None:
+    if isinstance(expected, OutIndex):
+        if not isinstance(leaf, torch.Tensor):
+            return f"expected a tensor ({facts.made[expected.place]}), got {leaf!r}"
+        spec = facts.made[expected.place]
+        return spec.difference(leaf, strict=False, grad_mode=torch.is_grad_enabled())
+    if isinstance(leaf, torch.Tensor):
+        return f"expected {expected!r}, got a tensor"
+    return None if same_constant(expected, leaf) else f"expected {expected!r}, got {leaf!r}"

@@ -1,0 +1,297 @@
+"""Tensors and nested containers: what a call looks like, compared at replay with what it looked like at capture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from graphcap.errors import SampleError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a graph assumes of a tensor. `stride` has 0 for dimensions of size 0 or 1, where it means nothing, except
+    that an expanded dimension (stride 0, size > 1) keeps its 0."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        shape = tuple(tensor.shape)
+        return TensorSpec(shape, _stride(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for size, stride in zip(self.shape, self.stride, strict=True):
+            count *= 1 if stride == 0 and size > 1 else size
+        return count * self.dtype.itemsize
+
+    def difference(self, tensor: torch.Tensor, *, strict: bool, grad_mode: bool) -> str | None:
+        """How `tensor` differs, as "expected ..., got ...", or None. `strict`: strides and a missing requires_grad
+        count too; requires_grad counts in grad mode only."""
+        if tensor.shape != self.shape:
+            return f"expected shape {list(self.shape)}, got {list(tensor.shape)}"
+        if tensor.dtype != self.dtype:
+            return f"expected dtype {self.dtype}, got {tensor.dtype}"
+        if tensor.device != self.device:
+            return f"expected device {self.device}, got {tensor.device}"
+        if grad_mode and tensor.requires_grad != self.requires_grad and (strict or tensor.requires_grad):
+            return f"expected requires_grad={self.requires_grad}, got {tensor.requires_grad}"
+        if strict and _stride(tensor) != self.stride:
+            return f"expected strides {list(self.stride)}, got {list(tensor.stride())}"
+        return None
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name}{list(self.shape)}"
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def empty_static(tensor: torch.Tensor) -> torch.Tensor:
+    """New memory with the shape, dtype, device and strides of `tensor`; expanded dimensions stay expanded."""
+    core = compact(tensor)
+    if _overlaps(core):
+        raise SampleError(
+            f"a sample of shape {list(tensor.shape)} and strides {list(tensor.stride())} has elements that share memory: "
+            "pass a contiguous copy"
+        )
+    if core.numel() == 0 or not core.is_contiguous():
+        made = torch.empty_strided(core.shape, core.stride(), dtype=core.dtype, device=core.device)
+    else:
+        made = torch.empty(core.shape, dtype=core.dtype, device=core.device)
+    return made.expand(tensor.shape) if core.shape != tensor.shape else made
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of an expanded tensor once: a view with size 1 in every expanded dimension."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    if tensor.numel() < 2:
+        return False
+    reach = 0
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A nested container without its leaves. `kind` None is a leaf. Two structures are equal when the containers have
+    the same types, keys and lengths."""
+
+    kind: type | None
+    context: Any = None
+    children: tuple[Structure, ...] = ()
+
+
+_LEAF = Structure(None)
+_PLAIN_CONTAINERS = (tuple, list, dict, OrderedDict)
+
+
+def flatten(value: Any) -> tuple[list[Any], Structure]:
+    """The leaves of nested tuples, lists, dicts, dataclasses and registered pytree nodes, and the rest."""
+    leaves: list[Any] = []
+    return leaves, _flatten(value, leaves)
+
+
+def _flatten(value: Any, leaves: list[Any]) -> Structure:
+    kind = type(value)
+    if isinstance(value, torch.Tensor) or value is None:
+        leaves.append(value)
+        return _LEAF
+    if kind is tuple or kind is list:
+        return Structure(kind, None, tuple(_flatten(item, leaves) for item in value))
+    if kind is dict or kind is OrderedDict:
+        keys = tuple(sorted(value)) if all(isinstance(key, str) for key in value) else tuple(value)
+        return Structure(kind, keys, tuple(_flatten(value[key], leaves) for key in keys))
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return Structure(kind, "namedtuple", tuple(_flatten(item, leaves) for item in value))
+    node = _pytree.SUPPORTED_NODES.get(kind)
+    if node is not None:
+        children, context = node.flatten_fn(value)
+        return Structure(kind, context, tuple(_flatten(item, leaves) for item in children))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = tuple(f.name for f in dataclasses.fields(value))
+        return Structure(kind, fields, tuple(_flatten(getattr(value, name), leaves) for name in fields))
+    leaves.append(value)
+    return _LEAF
+
+
+def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
+    """The inverse of `flatten`."""
+    return _unflatten(structure, iter(leaves))
+
+
+def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
+    kind = structure.kind
+    if kind is None:
+        return next(leaves)
+    children = [_unflatten(child, leaves) for child in structure.children]
+    if kind is tuple:
+        return tuple(children)
+    if kind is list:
+        return children
+    if kind is dict or kind is OrderedDict:
+        return kind(zip(structure.context, children, strict=True))
+    if structure.context == "namedtuple":
+        return kind(*children)
+    node = _pytree.SUPPORTED_NODES.get(kind)
+    if node is not None:
+        return node.unflatten_fn(children, structure.context)
+    made = object.__new__(kind)  # a dataclass: its __post_init__ has run for the original already
+    for name, child in zip(structure.context, children, strict=True):
+        object.__setattr__(made, name, child)
+    return made
+
+
+def paths(structure: Structure, root: str) -> list[str]:
+    """A readable name of every leaf, in the order of `flatten`."""
+    if structure.kind is None:
+        return [root]
+    found: list[str] = []
+    for index, child in enumerate(structure.children):
+        found += paths(child, _step(root, structure, index))
+    return found
+
+
+def _step(root: str, structure: Structure, index: int) -> str:
+    kind, context = structure.kind, structure.context
+    if kind is not None and context == "namedtuple":
+        return f"{root}.{kind._fields[index]}"  # type: ignore[attr-defined]
+    if kind is dict or kind is OrderedDict:
+        return f"{root}[{context[index]!r}]"
+    if kind is not None and dataclasses.is_dataclass(kind) and isinstance(context, tuple):
+        return f"{root}.{context[index]}"
+    return f"{root}[{index}]"
+
+
+def same_constant(a: Any, b: Any) -> bool:
+    """Whether two values that are no tensors would make Python take the same way."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    try:
+        return bool(a == b)
+    except (RuntimeError, ValueError, TypeError):  # arrays and the like have no single truth value: not the same
+        return False
+
+
+def check_leaf(value: Any, path: str) -> None:
+    """A leaf that is no tensor must not hide one: it would be frozen at capture without a word."""
+    if isinstance(value, torch.Tensor | int | float | str | bytes | bool | complex | type(None) | torch.dtype):
+        return
+    hidden = vars(value) if hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module) else {}
+    for name, item in hidden.items():
+        if isinstance(item, torch.Tensor):
+            raise SampleError(
+                f"{path} is a {type(value).__name__} that holds a tensor ({name}): graphcap can't see into it. Pass the "
+                "tensors as arguments, make the class a dataclass, or register it with torch.utils._pytree"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpec:
+    """What a call looked like: structure, one TensorSpec per tensor leaf, every other leaf as a constant."""
+
+    structure: Structure
+    leaves: tuple[Any, ...]  # TensorSpec or constant
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec:
+        leaves, structure = flatten((args, kwargs))
+        names = call_names(structure)
+        for leaf, name in zip(leaves, names, strict=True):
+            check_leaf(leaf, name)
+        return CallSpec(structure, tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in leaves), names)
+
+    def same_signature(self, other: CallSpec) -> bool:
+        """Whether both calls can use one set of static buffers."""
+        return self.structure == other.structure and all(
+            a == b if isinstance(a, TensorSpec) else not isinstance(b, TensorSpec) and same_constant(a, b)
+            for a, b in zip(self.leaves, other.leaves, strict=True)
+        )
+
+    def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool, grad_mode: bool) -> str | None:
+        """The first difference of a call, as "name: expected ..., got ...", or None."""
+        leaves, structure = flatten((args, kwargs))
+        if structure != self.structure:
+            return _structure_difference(self, structure)
+        for expected, leaf, name in zip(self.leaves, leaves, self.names, strict=True):
+            found = _leaf_difference(expected, leaf, strict=strict, grad_mode=grad_mode)
+            if found is not None:
+                return f"{name}: {found}"
+        return None
+
+
+def call_names(structure: Structure) -> tuple[str, ...]:
+    positional, keyword = structure.children
+    names = [name for i, child in enumerate(positional.children) for name in paths(child, f"argument {i}")]
+    for key, child in zip(keyword.context, keyword.children, strict=True):
+        names += paths(child, f"keyword {key!r}")
+    return tuple(names)
+
+
+def _leaf_difference(expected: Any, leaf: Any, *, strict: bool, grad_mode: bool) -> str | None:
+    if isinstance(expected, TensorSpec):
+        if not isinstance(leaf, torch.Tensor):
+            return f"expected a tensor ({expected}), got {leaf!r}"
+        return expected.difference(leaf, strict=strict, grad_mode=grad_mode)
+    if isinstance(leaf, torch.Tensor):
+        return f"expected {expected!r}, as at capture, got a tensor"
+    if not same_constant(expected, leaf):
+        return f"expected {expected!r}, which is frozen in the graph, got {leaf!r}"
+    return None
+
+
+def _structure_difference(spec: CallSpec, structure: Structure) -> str:
+    positional, keyword = spec.structure.children
+    new_positional, new_keyword = structure.children
+    if len(positional.children) != len(new_positional.children):
+        return f"expected {len(positional.children)} positional arguments, got {len(new_positional.children)}"
+    missing = [key for key in keyword.context if key not in new_keyword.context]
+    extra = [key for key in new_keyword.context if key not in keyword.context]
+    if missing or extra:
+        said = [f"keyword {key!r} is missing" for key in missing] + [f"keyword {key!r} was not captured" for key in extra]
+        return "; ".join(said)
+    pairs = [(f"argument {i}", a, b) for i, (a, b) in enumerate(zip(positional.children, new_positional.children))]
+    pairs += [
+        (f"keyword {key!r}", a, b) for key, a, b in zip(keyword.context, keyword.children, new_keyword.children)
+    ]
+    for name, a, b in pairs:
+        if a != b:
+            return f"{name}: expected {_describe(a)}, got {_describe(b)}"
+    return "the nesting of the arguments differs"
+
+
+def _describe(structure: Structure) -> str:
+    if structure.kind is None:
+        return "a single value"
+    keys = f" with keys {list(structure.context)}" if structure.kind in (dict, OrderedDict) else ""
+    return f"a {structure.kind.__name__} of {len(structure.children)}{keys}"
+
+
+def tensors_of(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,131 @@
+"""Every private name of torch that graphcap leans on: one function a name, tested in tests/unit/test_torch_private.py.
+
+Nothing else in the core may name `torch._C`, `torch._subclasses` or an underscored attribute of a public torch object.
+Written for torch 2.11 to 2.14; a name that moves is mended here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch.utils import _python_dispatch
+
+# --- storages ---------------------------------------------------------------------------------------------------------
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The address of the tensor's StorageImpl: equal exactly for tensors that share one storage object."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """(C++ references, Python references) to the tensor's storage, to be compared with `lone_storage_holders()`.
+
+    The plain numbers mean little: they depend on how this torch version preserves the Python object of a storage.
+    """
+    key = tensor.untyped_storage()._cdata
+    python = sys.getrefcount(tensor.untyped_storage())
+    return torch._C._storage_Use_Count(key), python
+
+
+def lone_storage_holders() -> tuple[int, int]:
+    """What `storage_holders` says about a tensor that is the only one on its storage."""
+    return storage_holders(torch.empty(1, dtype=torch.uint8))
+
+
+def storage_on_address(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage object on memory that somebody else owns: it keeps nothing alive and frees nothing."""
+    make = cast(Callable[[int, torch.device, int], torch.UntypedStorage], torch._C._construct_storage_from_data_pointer)
+    return make(address, device, nbytes)
+
+
+def set_conjugate_and_negative(tensor: torch.Tensor, conjugate: bool, negative: bool) -> None:
+    """Set the lazy conjugate and negative bits of a view that was rebuilt from its storage."""
+    if conjugate:
+        torch._C._set_conj(tensor, True)
+    if negative:
+        torch._C._set_neg(tensor, True)
+
+
+def generator_key(generator: torch.Generator) -> int:
+    """The address of the generator itself: each dispatched operator sees a new Python object for it."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+# --- dispatch ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def neutral_dispatch() -> Iterator[None]:
+    """Run operators as kernels only: no autograd, autocast, version counting, inference mode, dispatch or function mode
+    of the caller's. For code that may be called from inside autograd or under any of the user's contexts."""
+    with ExitStack() as stack:
+        stack.enter_context(_python_dispatch._disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+        yield
+
+
+def is_composite(func: torch._ops.OpOverload) -> bool:
+    """Whether the operator is only a recipe of others (it reaches a dispatch mode whole under inference mode).
+
+    Some, such as silu_backward, have a recipe and a kernel of their own as well: those run their kernel.
+    """
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has(func._name, "CompositeImplicitAutograd")) and not (has(func._name, "CPU") or has(func._name, "CUDA"))
+
+
+def overrides_dispatch(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is of a class that answers operators itself (wrapper subclasses, fake tensors, DTensor)."""
+    handler = type(tensor).__torch_dispatch__
+    return handler is not torch._C._disabled_torch_dispatch_impl
+
+
+def in_functorch_transform() -> bool:
+    """Whether a functorch transform (vmap, grad, jvp) is active on this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def fake_mode() -> AbstractContextManager[Any]:
+    """A FakeTensorMode: operators inside compute shapes, dtypes and strides, no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """The fake counterpart of `tensor` in a mode that `fake_mode` gave."""
+    return cast(torch.Tensor, mode.from_tensor(tensor, static_shapes=True))
+
+
+def python_nodes(roots: Sequence[torch.Tensor]) -> list[Any]:
+    """The autograd nodes reachable from `roots` that run a user's Python (torch.autograd.Function)."""
+    found: list[Any] = []
+    seen: set[Any] = set()
+    todo: list[Any] = [root.grad_fn for root in roots]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            found.append(node)
+        todo.extend(parent for parent, _ in node.next_functions)
+    return found
+
+
+# --- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+def end_allocate_to_pool(device: torch.device, pool: tuple[int, int]) -> None:
+    """Stop routing this device's allocations into a graph's pool (left on when a capture is invalidated)."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    torch._C._cuda_endAllocateToPool(index, pool)

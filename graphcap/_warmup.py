@@ -1,0 +1,457 @@
+"""Stage 2: run the callables as they will be captured, without recording, and note what was seen.
+
+Every part runs on leaf proxies of what crosses into it, forward in order and backward in reverse, as recording will run
+it. So lazy state settles, and shapes, structures and the flow of gradients are known before anything is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphcap import _guards
+from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys
+from graphcap._tensors import Structure, TensorSpec, check_leaf, flatten, same_constant, tensors_of, unflatten
+from graphcap.backends.base import Backend
+from graphcap.errors import CutError, GraphcapError, WarmupError
+from graphcap.partial_layer import GRAPHED, NOTHING, Call, spread
+
+Pattern = tuple[bool, ...]  # per differentiable output of a part: does a gradient arrive
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor that comes into a part: its spec, and where it was made (part and output number), if by a part."""
+
+    spec: TensorSpec
+    source: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartFacts:
+    """What was seen of one part.
+
+    reads: the tensors that come in, each object once; read_index: for every tensor leaf of the part's values, its place
+    in `reads`. made: TensorSpecs (each tensor object once) that go out; make_leaves: for every leaf of `makes`, its place
+    in `made`, or the constant. patterns: which outputs get gradients, one entry per way in which the caller may start a
+    backward, the usual one first. gets_grad: which inputs and then parameters receive one. parameters: indices into
+    Parameters of those that get a gradient here. reach[i]: which results (inputs, then parameters) output i leads to.
+    values: copies of what an eager part made, so that recording runs on real values.
+    """
+
+    part: PartPlan
+    read_structure: Structure
+    read_constants: tuple[Any, ...]
+    read_index: tuple[int, ...]
+    reads: tuple[Leaf, ...]
+    make_structure: Structure
+    make_leaves: tuple[Any, ...]
+    made: tuple[TensorSpec, ...]
+    patterns: tuple[Pattern, ...]
+    grad_inputs: tuple[int, ...]
+    parameters: tuple[int, ...]
+    reach: tuple[frozenset[int], ...]
+    repeated: tuple[int, ...]
+    values: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def differentiable(self) -> bool:
+        return bool(self.grad_inputs or self.parameters)
+
+    @property
+    def grad_outputs(self) -> tuple[int, ...]:
+        """The places in `made` of the outputs that require grad."""
+        return tuple(i for i, spec in enumerate(self.made) if spec.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class OutIndex:
+    """A leaf of a part's outputs that is tensor number `place`."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFacts:
+    """What was seen of one unit with one signature of arguments."""
+
+    unit: UnitPlan
+    parts: tuple[PartFacts, ...]
+    grad: bool
+    reentrant: bool
+    graphed_modules: frozenset[int]
+    used_parameters: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupFacts:
+    """What warm-up found: facts per unit and graph set."""
+
+    plan: CapturePlan
+    parameters: _guards.Parameters
+    units: tuple[tuple[UnitFacts, ...], ...]  # [unit][graph set]
+
+
+@dataclass(slots=True)
+class Running:
+    """One part while it runs: its proxies and what it made."""
+
+    part: PartPlan
+    values: list[Any] = field(default_factory=list)
+    leaves: list[Any] = field(default_factory=list)
+    structure: Structure | None = None
+    inputs: list[torch.Tensor] = field(default_factory=list)  # as they came, each object once
+    proxies: list[torch.Tensor] = field(default_factory=list)
+    read_index: list[int] = field(default_factory=list)
+    made: list[torch.Tensor] = field(default_factory=list)
+    make_leaves: list[Any] = field(default_factory=list)
+    make_structure: Structure | None = None
+
+
+def run(plan: CapturePlan, backend: Backend, parameters: _guards.Parameters) -> WarmupFacts:
+    """Warm up every unit with every signature it will be captured with; the caller keeps and restores state."""
+    units = []
+    for unit in plan.units:
+        keys = signature_keys([sample.spec for sample in unit.samples])
+        known: dict[int, UnitFacts] = {}
+        for key, sample in zip(keys, unit.samples, strict=True):
+            if key not in known:
+                known[key] = _unit_facts(plan, unit, sample, parameters)
+        units.append(tuple(known[key] for key in keys))
+    facts = WarmupFacts(plan, parameters, tuple(units))
+    _refuse_ambiguous_sums(facts)
+    return facts
+
+
+def _unit_facts(
+    plan: CapturePlan, unit: UnitPlan, sample: Sample, parameters: _guards.Parameters
+) -> UnitFacts:
+    grad = plan.order.training and torch.is_grad_enabled()
+    modules = _guards.modules_of(unit.layers)
+    reentrant = False
+    previous: list[PartFacts] | None = None
+    for iteration in range(plan.config.warmup):
+        last = iteration == plan.config.warmup - 1
+        try:
+            seen = _Pass(unit, sample, parameters, grad, modules, reentrant)
+            seen.forward(watch=iteration > 0)
+            facts, reentrant = seen.backward(keep_values=last)
+        except GraphcapError:
+            raise
+        except Exception as error:
+            raise WarmupError(
+                f"warm-up run {iteration + 1} of {plan.config.warmup} of {unit.title} failed: {error}"
+            ) from error
+        if previous is not None:
+            _refuse_change(previous, facts)
+        previous = facts
+    assert previous is not None
+    return UnitFacts(
+        unit, tuple(previous), grad, reentrant, frozenset(seen.graphed_modules), frozenset(seen.used_parameters)
+    )
+
+
+class _Pass:
+    """One forward and backward through all parts of a unit."""
+
+    def __init__(
+        self,
+        unit: UnitPlan,
+        sample: Sample,
+        parameters: _guards.Parameters,
+        grad: bool,
+        modules: Sequence[torch.nn.Module],
+        reentrant: bool,
+    ) -> None:
+        self.unit, self.parameters, self.grad, self.modules = unit, parameters, grad, modules
+        self.reentrant = reentrant
+        args, kwargs = sample_copies(sample)
+        self.env = entry_values(unit, args, kwargs)
+        self.sources: dict[int, tuple[int, int]] = {}
+        self.running: list[Running] = []
+        self.graphed_modules: set[int] = set()
+        self.used_parameters: set[int] = set()
+        self._alive: list[Any] = []
+
+    def forward(self, *, watch: bool) -> None:
+        for part in self.unit.parts:
+            before = _guards.plain_attributes(self.modules) if watch and part.kind is GRAPHED else None
+            with _guards.visited_modules() as visited, torch.set_grad_enabled(self.grad):
+                running = run_part(part, self.env, self._proxy)
+            if part.kind is GRAPHED:
+                self.graphed_modules |= visited
+            if before is not None:
+                _guards.refuse_host_effects(before, _guards.plain_attributes(self.modules), part.name)
+            for place, tensor in enumerate(running.made):
+                self.sources[id(tensor)] = (part.index, place)
+            self._alive.append(running)  # ids are only names while their objects live
+            self.running.append(running)
+
+    def _proxy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return proxy_of(tensor, tensor.requires_grad and self.grad)
+
+    def backward(self, *, keep_values: bool) -> tuple[list[PartFacts], bool]:
+        """Differentiate every way in which a caller may start: from the loss alone if there is one, else (and also)
+        from every output."""
+        shapes = [_Shape(running, self) for running in self.running]
+        if self.grad:
+            for seeds in self._seeds():
+                self._one_backward(shapes, seeds)
+        return [shape.facts(keep_values) for shape in shapes], self.reentrant
+
+    def _seeds(self) -> list[set[tuple[int, int]]]:
+        """Sets of (part, place) from which a backward starts."""
+        outputs = [self.env[name] for name in self.unit.program.outputs]
+        value = outputs[0] if len(outputs) == 1 else tuple(outputs)
+        every = {
+            self.sources[id(t)]
+            for t in tensors_of(flatten(value)[0])
+            if t.requires_grad and id(t) in self.sources
+        }
+        loss = loss_of(value)
+        alone = {self.sources[id(loss)]} if loss is not None and id(loss) in self.sources else set()
+        return [alone, every] if alone and alone != every else [every]
+
+    def _one_backward(self, shapes: list[_Shape], seeds: set[tuple[int, int]]) -> None:
+        arrived: dict[tuple[int, int], torch.Tensor] = {
+            (part, place): torch.ones_like(self.running[part].made[place]) for part, place in seeds
+        }
+        for shape in reversed(shapes):
+            running = shape.running
+            places = [i for i, tensor in enumerate(running.made) if tensor.requires_grad]
+            pattern = tuple((running.part.index, place) in arrived for place in places)
+            shape.patterns.append(pattern)
+            if not any(pattern):
+                continue
+            outputs = [running.made[p] for p in places if (running.part.index, p) in arrived]
+            gradients = [arrived[running.part.index, p] for p in places if (running.part.index, p) in arrived]
+            wanted = [p for p in running.proxies if p.requires_grad]
+            trainable = [p for p in self.parameters.alias if p.requires_grad]
+            results, self.reentrant = differentiate(outputs, [*wanted, *trainable], gradients, self.reentrant)
+            for proxy, gradient in zip(wanted, results[: len(wanted)], strict=True):
+                if gradient is not None:
+                    number = next(i for i, p in enumerate(running.proxies) if p is proxy)
+                    shape.grad_inputs.add(number)
+                    source = self.sources.get(id(running.inputs[number]))
+                    if source is not None:
+                        arrived[source] = arrived[source] + gradient if source in arrived else gradient
+            for parameter, gradient in zip(trainable, results[len(wanted) :], strict=True):
+                if gradient is not None:
+                    index = self.parameters.index_of(parameter)
+                    assert index is not None
+                    shape.parameters.add(index)
+                    if running.part.kind is GRAPHED:
+                        self.used_parameters.add(id(self.parameters.real[index]))
+
+
+class _Shape:
+    """Collects the facts of one part."""
+
+    def __init__(self, running: Running, run_pass: _Pass) -> None:
+        self.running, self._pass = running, run_pass
+        self.patterns: list[Pattern] = []
+        self.grad_inputs: set[int] = set()
+        self.parameters: set[int] = set()
+        self.edges = self._refuse_foreign_leaves() if run_pass.grad else {}
+
+    def _refuse_foreign_leaves(self) -> dict[int, int]:
+        """Detector D1: every leaf behind a graphed part's outputs is one of its proxies or a parameter."""
+        running, edges = self.running, {}
+        if running.part.kind is not GRAPHED:
+            return edges
+        for leaf, count in _guards.leaves_of(t for t in running.made if t.requires_grad):
+            index = self._pass.parameters.index_of(leaf)
+            if index is not None:
+                edges[index] = count
+            elif not any(leaf is proxy for proxy in running.proxies):
+                raise CutError(
+                    f"part {running.part.name} uses a tensor of shape {list(leaf.shape)} that requires grad but is "
+                    "neither an argument nor a parameter of the captured modules, so its gradient would be lost: "
+                    "register it as a parameter, or pass it as an argument"
+                )
+        return edges
+
+    def facts(self, keep_values: bool) -> PartFacts:
+        running, run_pass = self.running, self._pass
+        parameters = tuple(sorted(self.parameters))
+        grad_inputs = tuple(sorted(self.grad_inputs))
+        results = [running.proxies[i] for i in grad_inputs] + [run_pass.parameters.alias[i] for i in parameters]
+        differentiable = [tensor for tensor in running.made if tensor.requires_grad]
+        reach = tuple(_reached(tensor, results) for tensor in differentiable)
+        patterns = tuple(dict.fromkeys(self.patterns))
+        every = (True,) * len(differentiable)
+        if differentiable and running.part.kind is GRAPHED and every not in patterns:
+            patterns = (*patterns, every)
+        leaves = tuple(
+            Leaf(TensorSpec.of(t), run_pass.sources.get(id(t)))
+            for t in running.inputs
+        )
+        values = tuple(t.detach().clone() for t in running.made) if keep_values and running.part.kind is not GRAPHED else ()
+        assert running.structure is not None and running.make_structure is not None
+        return PartFacts(
+            running.part,
+            running.structure,
+            tuple(leaf for leaf in running.leaves if not isinstance(leaf, torch.Tensor)),
+            tuple(running.read_index),
+            leaves,
+            running.make_structure,
+            tuple(running.make_leaves),
+            tuple(TensorSpec.of(t) for t in running.made),
+            tuple(p for p in patterns if any(p)),
+            grad_inputs,
+            parameters,
+            reach,
+            tuple(sorted(i for i, count in self.edges.items() if count > 1)),
+            values,
+        )
+
+
+def _reached(output: torch.Tensor, results: Sequence[torch.Tensor]) -> frozenset[int]:
+    leaves = [leaf for leaf, _ in _guards.leaves_of([output])]
+    return frozenset(i for i, result in enumerate(results) if any(leaf is result for leaf in leaves))
+
+
+# ------------------------------------------------------------------------------------ shared with recording and replay
+
+
+def sample_copies(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The sample arguments on memory of their own, as leaves."""
+    leaves, structure = flatten((sample.args, sample.kwargs))
+    copies = [
+        leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+    ]
+    args, kwargs = unflatten(structure, copies)
+    return args, kwargs
+
+
+def entry_values(unit: UnitPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {NOTHING: None, **unit.program.bind(args, kwargs)}
+
+
+def proxy_of(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """A leaf on the same memory."""
+    return tensor.detach().requires_grad_(requires_grad)
+
+
+def run_part(part: PartPlan, env: dict[str, Any], proxy: Callable[[torch.Tensor], torch.Tensor]) -> Running:
+    """Run the calls of a part on proxies of the values it reads, and put what it made into `env`."""
+    running = Running(part)
+    values = [env[name] for name in part.reads]
+    running.leaves, running.structure = flatten(values)
+    places: dict[int, int] = {}
+    given: list[Any] = []
+    for leaf in running.leaves:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) not in places:
+                places[id(leaf)] = len(running.inputs)
+                running.inputs.append(leaf)
+                running.proxies.append(proxy(leaf))
+            running.read_index.append(places[id(leaf)])
+            given.append(running.proxies[places[id(leaf)]])
+        else:
+            given.append(leaf)
+    versions = [p._version for p in running.proxies]
+    scope = {NOTHING: None, **dict(zip(part.reads, unflatten(running.structure, given), strict=True))}
+    for call in part.calls:
+        run_call(call, scope)
+    if part.kind is GRAPHED and versions != [p._version for p in running.proxies]:
+        number = next(i for i, p in enumerate(running.proxies) if p._version != versions[i])
+        raise CutError(
+            f"part {part.name} changes its input number {number} (shape {list(running.proxies[number].shape)}) in place: "
+            "the change would be made to the static copy, not to the caller's tensor. Work on a clone, or out of place"
+        )
+    makes = [scope[name] for name in part.makes]
+    leaves, running.make_structure = flatten(makes)
+    made: dict[int, int] = {}
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) not in made:
+                made[id(leaf)] = len(running.made)
+                running.made.append(leaf)
+            running.make_leaves.append(OutIndex(made[id(leaf)]))
+        else:
+            check_leaf(leaf, f"output {number} of part {part.name}")
+            running.make_leaves.append(leaf)
+    env.update(zip(part.makes, makes, strict=True))
+    return running
+
+
+def run_call(call: Call, scope: dict[str, Any]) -> None:
+    made = call.run(*(scope[name] for name in call.reads))
+    scope.update(zip(call.makes, spread(made, len(call.makes), call.name), strict=True))
+
+
+def differentiate(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    reentrant: bool,
+    retain_graph: bool = True,
+) -> tuple[list[torch.Tensor | None], bool]:
+    """Gradients of leaf inputs. A reentrant checkpoint inside refuses autograd.grad: then `.backward()` on the leaves
+    (aliases, whose `.grad` nobody sees) does the same. Returns also whether that way was needed."""
+    if not inputs:
+        return [], reentrant
+    if not reentrant:
+        try:
+            found = torch.autograd.grad(
+                outputs, inputs, gradients, retain_graph=retain_graph, allow_unused=True
+            )
+            return list(found), False
+        except RuntimeError as error:
+            if "checkpoint" not in str(error).lower():
+                raise
+    for leaf in inputs:
+        leaf.grad = None
+    torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
+    results = [leaf.grad for leaf in inputs]
+    for leaf in inputs:
+        leaf.grad = None
+    return results, True
+
+
+def loss_of(value: Any) -> torch.Tensor | None:
+    """The `loss` of an output that has one (attribute or key), if it is differentiable."""
+    loss = value.get("loss") if isinstance(value, dict) else getattr(value, "loss", None)
+    return loss if isinstance(loss, torch.Tensor) and loss.requires_grad else None
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def _refuse_change(before: Sequence[PartFacts], after: Sequence[PartFacts]) -> None:
+    """Warm-up runs on equal arguments must agree: what changes between them can't be in a graph."""
+    for old, new in zip(before, after, strict=True):
+        if old.make_structure != new.make_structure or len(old.made) != len(new.made):
+            raise CutError(f"part {old.part.name}: its outputs have another structure at every run")
+        for a, b in zip(old.made, new.made, strict=True):
+            if a != b:
+                raise CutError(
+                    f"part {old.part.name}: an output was {a} in one run and {b} in the next. What crosses a break must "
+                    "have a static shape: let the eager part contain whatever reads the dynamic tensor"
+                )
+        for x, y in zip(old.make_leaves, new.make_leaves, strict=True):
+            if not (isinstance(x, OutIndex) and isinstance(y, OutIndex)) and not same_constant(x, y):
+                raise CutError(
+                    f"part {old.part.name}: it returned {x!r} in one run and {y!r} in the next; a graph would freeze it"
+                )
+
+
+def _refuse_ambiguous_sums(facts: WarmupFacts) -> None:
+    """A parameter used in several parts, and more than once in one that is not the last of them."""
+    # Eager adds the gradients of single uses, the latest use first: (late + early_b) + early_a. A node adds its own
+    # first: late + (early_b + early_a). The bits differ.
+    for unit in (sets[0] for sets in facts.units):
+        for number, part in enumerate(unit.parts):
+            later = {index for other in unit.parts[number + 1 :] for index in other.parameters}
+            for index in part.repeated:
+                if index in later:
+                    raise CutError(
+                        f"parameter {facts.parameters.names[index]} is used more than once in part {part.part.name} and "
+                        "again in a later part: its gradients would be added in another order than eager's. Use it once "
+                        "per part, or let the part be EAGER"
+                    )

@@ -1,0 +1,29 @@
+"""The reference hybrid MoE model: Mamba-2, attention, dense MLP and MoE layers in the order that a pattern gives.
+
+Plain torch; the library's first client, and the ground for its tests.
+"""
+
+from graphcap.hybrid.attention import AttentionLayer
+from graphcap.hybrid.config import HybridConfig
+from graphcap.hybrid.layers import HybridLayer, MLPLayer
+from graphcap.hybrid.mamba import MambaLayer
+from graphcap.hybrid.model import HybridChunk, HybridModel, HybridOutput
+from graphcap.hybrid.moe import MoELayer
+from graphcap.hybrid.pattern import Pattern, PatternLayer, Segment
+from graphcap.hybrid.stack import LayerGroup
+
+__all__ = [
+    "Pattern",
+    "PatternLayer",
+    "Segment",
+    "HybridConfig",
+    "HybridModel",
+    "HybridOutput",
+    "HybridChunk",
+    "HybridLayer",
+    "MambaLayer",
+    "AttentionLayer",
+    "MLPLayer",
+    "MoELayer",
+    "LayerGroup",
+]

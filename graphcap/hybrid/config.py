@@ -1,0 +1,136 @@
+"""The sizes of a hybrid model: one frozen record, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+
+from graphcap.errors import PlanError
+from graphcap.hybrid.pattern import Pattern
+
+Attention = Literal["math", "sdpa"]
+
+_COUNTS: Final = (
+    *("vocab", "hidden", "heads", "kv_heads", "head_dim", "ffn", "experts", "top_k", "expert_ffn"),
+    *("mamba_heads", "mamba_head_dim", "mamba_state", "mamba_groups", "mamba_conv", "mamba_chunk", "max_sequence"),
+)
+_POSITIVE: Final = ("rope_base", "norm_eps", "init_std")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridConfig:
+    """Sizes and choices of a `HybridModel`; the defaults run in milliseconds on a CPU. PlanError (for the
+    pattern PatternError, which is one) for what can't be.
+
+    vocab: token ids, 256 for bytes. hidden: width of the residual stream. pattern: the layers, see `Pattern`.
+    heads, kv_heads, head_dim: attention; `heads` queries share `kv_heads` keys and values evenly.
+    ffn: inner width of the dense SwiGLU. experts, top_k, expert_ffn: of the MoE layers, each expert a SwiGLU.
+    mamba_heads * mamba_head_dim is the inner width of Mamba-2 (its expansion, 2 * hidden as a rule); mamba_state: state
+    size per channel; mamba_groups: heads of a group share B and C; mamba_conv: taps of the causal convolution;
+    mamba_chunk: tokens that the scan treats as one block of matrix products.
+    rope_base: base of the rotary frequencies. norm_eps: added to the mean square. max_sequence: longest input, tokens.
+    tie_embeddings: the output layer uses the embedding's weight.
+    attention: "math" is plain matrix products and a softmax, which repeat themselves bit for bit; "sdpa" is
+    `scaled_dot_product_attention` with whatever kernel torch picks.
+    dtype: of weights and activations; the router, A_log, D, dt_bias and the scan stay in float32 (float64 in float64).
+    init_std: standard deviation of the weights; projections into the residual get init_std / sqrt(number of layers).
+    """
+
+    vocab: int = 256
+    hidden: int = 32
+    pattern: str = "M[*E]M[*-]"
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    ffn: int = 64
+    experts: int = 4
+    top_k: int = 2
+    expert_ffn: int = 32
+    mamba_heads: int = 8
+    mamba_head_dim: int = 8
+    mamba_state: int = 16
+    mamba_groups: int = 2
+    mamba_conv: int = 4
+    mamba_chunk: int = 16
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
+    max_sequence: int = 256
+    tie_embeddings: bool = False
+    attention: Attention = "math"
+    dtype: torch.dtype = torch.float32
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            self._check(name, "a whole number of at least 1", type(value) is int and value >= 1)
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            self._check(name, "a finite number above 0", number and 0 < value < float("inf"))
+        floats = (torch.bfloat16, torch.float32, torch.float64)
+        self._check("dtype", "torch.bfloat16, torch.float32 or torch.float64", self.dtype in floats)
+        self._check("attention", "'math' or 'sdpa'", self.attention in ("math", "sdpa"))
+        self._check("tie_embeddings", "True or False", isinstance(self.tie_embeddings, bool))
+        self._check("kv_heads", f"a divisor of heads={self.heads}", self.heads % self.kv_heads == 0)
+        self._check("head_dim", "an even number: rope turns pairs", self.head_dim % 2 == 0)
+        self._check("top_k", f"at most experts={self.experts}", self.top_k <= self.experts)
+        groups = f"a divisor of mamba_heads={self.mamba_heads}"
+        self._check("mamba_groups", groups, self.mamba_heads % self.mamba_groups == 0)
+        Pattern.parse(self.pattern)
+
+    def _check(self, name: str, expected: str, holds: bool) -> None:
+        if not holds:
+            raise PlanError(f"HybridConfig({name}={getattr(self, name)!r}): expected {expected}")
+
+    @classmethod
+    def large(cls, pattern: str = "M[*E]" * 8, *, dtype: torch.dtype = torch.bfloat16) -> HybridConfig:
+        """A real size, for a GPU: hidden 2048, 128 experts of which a token visits 8; 0.6e9 parameters per `E`."""
+        return cls(
+            pattern=pattern,
+            vocab=131_072,
+            hidden=2048,
+            heads=32,
+            kv_heads=4,
+            head_dim=128,
+            ffn=8192,
+            experts=128,
+            top_k=8,
+            expert_ffn=768,
+            mamba_heads=64,
+            mamba_head_dim=64,
+            mamba_state=128,
+            mamba_groups=8,
+            mamba_chunk=128,
+            rope_base=1_000_000.0,
+            max_sequence=8192,
+            dtype=dtype,
+        )
+
+    @property
+    def layers(self) -> Pattern:
+        """The pattern, parsed."""
+        return Pattern.parse(self.pattern)
+
+    @property
+    def mamba_inner(self) -> int:
+        """Inner width of a Mamba layer."""
+        return self.mamba_heads * self.mamba_head_dim
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """Of what is too delicate for bfloat16: router, scan, softmax, loss. At least float32."""
+        return exact_dtype(self.dtype)
+
+    @property
+    def residual_std(self) -> float:
+        """Standard deviation of the projections into the residual: the sum over all layers keeps its size."""
+        return self.init_std / math.sqrt(max(1, self.layers.physical_layers))
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32. Not torch.promote_types: that is an operator, and a recorder would see it."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,108 @@
+"""What the layers of the hybrid model share (base class, norm, linear, SwiGLU), and the dense MLP layer.
+
+Every layer is pre-norm and owns its residual: it takes and returns the residual stream `hidden`, [batch, sequence,
+hidden] in `config.dtype`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphcap.hybrid.config import HybridConfig
+from graphcap.partial_layer import GRAPHED, Part, PartialLayer
+
+
+class HybridLayer(PartialLayer):
+    """One physical layer.
+
+    symbol: what it is in a pattern. layer_number: physical, from 1. logical_index: of its item, from 0; members of a
+    group share it.
+    """
+
+    symbol: ClassVar[str]
+
+    def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_number = layer_number
+        self.logical_index = logical_index
+        self.norm = RMSNorm(config.hidden, config)
+
+    def parts(self) -> Sequence[Part]:
+        return (GRAPHED("whole", "hidden -> hidden"),)
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """The layer with its norm and residual, for a layer that no data-dependent shape breaks."""
+        out: Tensor = hidden + self.mix(self.norm(hidden))
+        return out
+
+    def mix(self, normed: Tensor) -> Tensor:
+        """What the layer adds to the residual stream; shapes and dtypes as `hidden`."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"{self.symbol!r}, layer_number={self.layer_number}, logical_index={self.logical_index}"
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang & Sennrich 2019), computed in at least float32."""
+
+    def __init__(self, size: int, config: HybridConfig) -> None:
+        super().__init__()
+        self.eps = config.norm_eps
+        self.exact_dtype = config.exact_dtype
+        self.weight = nn.Parameter(torch.ones(size, dtype=config.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        exact = x.to(self.exact_dtype)
+        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
+        return (exact * scale * self.weight.to(self.exact_dtype)).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, "GLU variants improve transformer"); [..., hidden] to the same."""
+
+    def __init__(self, inner: int, config: HybridConfig) -> None:
+        super().__init__()
+        self.gate_up = linear(config.hidden, 2 * inner, config)
+        self.down = linear(inner, config.hidden, config, std=config.residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
+
+
+class MLPLayer(HybridLayer):
+    """`-`: a dense SwiGLU. One graphed part."""
+
+    symbol = "-"
+
+    def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0) -> None:
+        super().__init__(config, layer_number, logical_index)
+        self.mlp = SwiGLU(config.ffn, config)
+
+    def mix(self, normed: Tensor) -> Tensor:
+        out: Tensor = self.mlp(normed)
+        return out
+
+
+def linear(inputs: int, outputs: int, config: HybridConfig, *, std: float | None = None) -> nn.Linear:
+    """A linear layer without bias, its weight normal with `std` (default: config.init_std)."""
+    # On meta first: nn.Linear's own initialisation would draw random numbers only to be overwritten.
+    made = nn.Linear(inputs, outputs, bias=False, device="meta")
+    made.weight = normal((outputs, inputs), config, std=std)
+    return made
+
+
+def normal(
+    shape: Sequence[int], config: HybridConfig, *, std: float | None = None, dtype: torch.dtype | None = None
+) -> nn.Parameter:
+    """A parameter on the default device, normal with `std` (default: config.init_std), in `dtype` (config.dtype)."""
+    weight = torch.empty(*shape, dtype=dtype or config.dtype)
+    return nn.Parameter(weight.normal_(std=config.init_std if std is None else std))

@@ -1,0 +1,50 @@
+"""Texts about a plan: parts, breaks with reasons, slots, bytes. Reads records and changes nothing."""
+
+from __future__ import annotations
+
+from graphcap._plan import CapturePlan, UnitPlan
+from graphcap.partial_layer import GRAPHED
+
+
+def plan_text(plan: CapturePlan) -> str:
+    """The plan as lines: one per part, then slots and bytes."""
+    lines = [
+        f"{plan.graphs} graphed parts, {len(plan.breaks)} breaks, {plan.slots} slots, "
+        f"{_bytes(plan.static_bytes) if plan.static_bytes else 'not recorded yet'}"
+    ]
+    for unit in plan.units:
+        if len(plan.units) > 1:
+            lines.append(f"{unit.title}:")
+        lines += _unit_lines(unit)
+    lines += _slot_lines(plan)
+    return "\n".join(lines)
+
+
+def _unit_lines(unit: UnitPlan) -> list[str]:
+    lines = []
+    for part in unit.parts:
+        kind = "graph" if part.kind is GRAPHED else "eager"
+        why = f"  ({part.reason})" if part.reason else ""
+        makes = ", ".join(_short(name) for name in part.makes)
+        lines.append(f"  {kind}  {part.name}  -> {makes}{why}")
+    return lines
+
+
+def _slot_lines(plan: CapturePlan) -> list[str]:
+    lines = []
+    for slot in range(plan.slots):
+        users = [f"{use.chunk}F{use.microbatch}" for use in plan.slot_map.sharers(slot)]
+        if len(users) > 1:
+            lines.append(f"  slot {slot}: {', '.join(users)}")
+    return lines
+
+
+def _short(name: str) -> str:
+    return name.rsplit(".", 1)[-1].split("#")[0]
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit} static"
+    return f"{count} bytes static"

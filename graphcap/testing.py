@@ -1,0 +1,371 @@
+"""The eager twin: an identical module, run without graphs from the same state, judges the graphed one bit for bit.
+
+    with graphcap.testing.deterministic("cpu"):
+        result = graphcap.testing.compare(build, inputs, steps=20, order="0F0 0F1 0B0 0B1")
+    assert result, str(result)
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphcap._graphed import Graphed
+from graphcap._steps import Steps, run_plain
+from graphcap._tensors import flatten, paths, unflatten
+from graphcap._warmup import loss_of
+from graphcap.errors import PlanError
+from graphcap.make_graphed import capture
+from graphcap.order import Order, Phase, Step
+
+Build = Callable[[], Any]
+Inputs = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
+MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+
+
+@contextmanager
+def deterministic(device: str | torch.device) -> Iterator[None]:
+    """The state of torch under which two eager runs agree bit for bit; everything is as before afterwards.
+
+    Strict `use_deterministic_algorithms(True)` (warn_only is not enough: fused attention's dQ then differs from itself),
+    TF32 off, cuDNN benchmark off, and on CUDA the math attention backend and CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads
+    when its handle is made: enter before the first matrix product.
+    """
+    cuda = torch.device(device).type == "cuda"
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    flags = _read_flags()
+    if cuda and workspace not in (":4096:8", ":16:8"):
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = False
+    attention = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH) if cuda else nullcontext()
+    try:
+        with attention:
+            yield
+    finally:
+        _write_flags(flags)
+        if workspace is None:
+            os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        else:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
+
+
+def _read_flags() -> tuple[bool, bool, str, bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.allow_tf32,
+    )
+
+
+def _write_flags(flags: tuple[bool, bool, str, bool, bool]) -> None:
+    torch.use_deterministic_algorithms(flags[0], warn_only=flags[1])
+    torch.set_float32_matmul_precision(flags[2])
+    torch.backends.cudnn.benchmark = flags[3]
+    torch.backends.cudnn.allow_tf32 = flags[4]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """True only if everything was equal and the comparison could have failed; `str` says what differed first, or why
+    the run proves nothing. losses: the graphed side's, one per step, where the output has a loss or is a scalar."""
+
+    equal: bool
+    steps: int
+    message: str
+    losses: tuple[float, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def compare(
+    build: Build,
+    inputs: Inputs,
+    *,
+    steps: int = 20,
+    optimizer: MakeOptimizer | None = None,
+    grad_mode: bool = True,
+    expect_no_grads: bool = False,
+    **capture_options: Any,
+) -> Comparison:
+    """Train a graphed module beside its eager twin and compare everything after every step.
+
+    build: gives a fresh module (or a tuple of layers, or of chunks under an order); called once, the twin is a deep copy.
+    inputs(index): (args, kwargs) of one microbatch; index counts steps, or with M microbatches step * M + microbatch.
+        Under an order with several chunks they go to the first one, whose output goes to the second, and so on.
+    steps: at least 1; optimizer(parameters): None means SGD with lr 0.05, on both sides.
+    grad_mode: False runs under no_grad and compares outputs and buffers. expect_no_grads: nothing is to be trained.
+    capture_options: passed to `graphcap.capture` (order, backend, config).
+    Compared bit for bit: outputs, input gradients, parameter gradients (None is None), buffers, weights. Refused as
+    proof: NaN or infinity anywhere, a trainable parameter whose gradients were always zero or None, weights that never
+    moved. An output with a `loss` is differentiated from there; else every differentiable output gets a cotangent from a
+    generator seeded with the step.
+    """
+    if steps < 1:
+        raise PlanError(f"compare(steps={steps}): expected at least 1")
+    return _Twins(build, inputs, optimizer, grad_mode, expect_no_grads, capture_options).run(steps)
+
+
+class _Side:
+    """One of the two: its root module, its parameters, how a chunk is called, and its optimizer."""
+
+    def __init__(self, name: str, root: nn.Module, steps: Steps, optimizer: MakeOptimizer | None) -> None:
+        self.name, self.root, self.steps = name, root, steps
+        self.parameters = dict(root.named_parameters())
+        trainable = [p for p in self.parameters.values() if p.requires_grad]
+        self.optimizer: torch.optim.Optimizer | None = None
+        if trainable:
+            self.optimizer = torch.optim.SGD(trainable, lr=0.05) if optimizer is None else optimizer(trainable)
+
+
+class _Twins:
+    def __init__(
+        self,
+        build: Build,
+        inputs: Inputs,
+        optimizer: MakeOptimizer | None,
+        grad_mode: bool,
+        expect_no_grads: bool,
+        options: dict[str, Any],
+    ) -> None:
+        self.inputs, self.grad_mode, self.expect_no_grads = inputs, grad_mode, expect_no_grads
+        order = options.get("order")
+        self.order = Order.parse(order) if isinstance(order, str) else order or Order.forward_backward(1)
+        module = build()
+        twin = copy.deepcopy(module)
+        with torch.set_grad_enabled(grad_mode):
+            self.graphed = _capture_beside(module, twin, inputs, self.order, options)
+        twin_chunks = _chunks(twin, options.get("order") is not None, self.order)
+        self.sides = (
+            _Side("graphed", self.graphed.module, Steps(self.order, self.graphed._call_step), optimizer),
+            _Side("eager", _root(twin), Steps(self.order, _eager_call(twin_chunks)), optimizer),
+        )
+        self.moved: set[str] = set()
+        self.received: set[str] = set()
+        self.losses: list[float] = []
+
+    def run(self, steps: int) -> Comparison:
+        device = next((p.device for p in self.sides[0].parameters.values()), torch.device("cpu"))
+        for step in range(steps):
+            before = {name: p.detach().clone() for name, p in self.sides[0].parameters.items()}
+            states = _random_state(device)
+            records = []
+            for side in self.sides:
+                _set_random_state(device, states)
+                records.append(self._one_step(side, step))
+            difference = _first_difference(*records)
+            if difference is not None:
+                return self._verdict(False, step + 1, f"step {step}: {difference}")
+            self._note_progress(before)
+        return self._verdict(*self._proof(steps))
+
+    def _one_step(self, side: _Side, step: int) -> list[tuple[str, torch.Tensor | Any]]:
+        """Run one pass of the order and the optimizer; everything that is to be compared, by name."""
+        record: list[tuple[str, Any]] = []
+        if side.optimizer is not None:
+            side.optimizer.zero_grad(set_to_none=True)
+        with torch.set_grad_enabled(self.grad_mode):
+            self._run_order(side, step, record)
+        for name, parameter in side.parameters.items():
+            record.append((f"gradient of {name}", None if parameter.grad is None else parameter.grad.clone()))
+        if side.optimizer is not None and self.grad_mode:
+            side.optimizer.step()
+        for name, buffer in side.root.named_buffers():
+            record.append((f"buffer {name}", buffer.detach().clone()))
+        for name, parameter in side.parameters.items():
+            record.append((f"weight {name}", parameter.detach().clone()))
+        return record
+
+    def _run_order(self, side: _Side, step: int, record: list[tuple[str, Any]]) -> None:
+        outputs: dict[tuple[int, int], Any] = {}
+        arriving: dict[tuple[int, int], tuple[torch.Tensor | None, ...]] = {}
+        for place in self.order:
+            if not self.grad_mode and place.phase is not Phase.F:
+                continue
+            if place.phase is Phase.F:
+                outputs[place.chunk, place.microbatch] = self._forward(side, step, place, outputs, record)
+            else:
+                self._backward(side, step, place, outputs, arriving, record)
+
+    def _forward(
+        self, side: _Side, step: int, place: Step, outputs: dict[tuple[int, int], Any], record: list[tuple[str, Any]]
+    ) -> Any:
+        if place.chunk == 0:
+            args, kwargs = self.inputs(step * self.order.microbatches + place.microbatch)
+        else:
+            previous = outputs[place.chunk - 1, place.microbatch]
+            args, kwargs = (previous,), {}
+        value = side.steps.forward(place, args, kwargs)
+        leaves, structure = flatten(value)
+        for name, leaf in zip(paths(structure, "output"), leaves, strict=True):
+            kept = leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+            record.append((f"{name} of {place}", kept))
+        loss = _loss_value(value)
+        if side is self.sides[0] and loss is not None and place.chunk == self.order.chunks - 1:
+            self.losses.append(loss)
+        return value
+
+    def _backward(
+        self,
+        side: _Side,
+        step: int,
+        place: Step,
+        outputs: dict[tuple[int, int], Any],
+        arriving: dict[tuple[int, int], tuple[torch.Tensor | None, ...]],
+        record: list[tuple[str, Any]],
+    ) -> None:
+        key = (place.chunk, place.microbatch)
+        if place.phase is Phase.W:
+            side.steps.weight_grad(place)
+            return
+        value = outputs[key]
+        if place.chunk < self.order.chunks - 1:
+            gradients = arriving[key]
+        else:
+            gradients = () if loss_of(value) is not None else self._cotangents(value, step, place)
+        run = side.steps.backward if place.phase is Phase.B else side.steps.input_grad
+        found = run(place, gradients)
+        for number, gradient in enumerate(found):
+            record.append((f"gradient {number} of the inputs of {place}", None if gradient is None else gradient.clone()))
+        if place.chunk > 0:
+            previous = [t for t in flatten(outputs[place.chunk - 1, place.microbatch])[0] if isinstance(t, torch.Tensor)]
+            pairs = zip(previous, found, strict=False)
+            arriving[place.chunk - 1, place.microbatch] = tuple(g for t, g in pairs if t.requires_grad)
+
+    def _cotangents(self, value: Any, step: int, place: Step) -> tuple[torch.Tensor, ...]:
+        made = []
+        for number, leaf in enumerate(flatten(value)[0]):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                generator = torch.Generator().manual_seed(step * 7919 + place.microbatch * 131 + number)
+                drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float32)
+                made.append(drawn.to(device=leaf.device, dtype=leaf.dtype))
+        return tuple(made)
+
+    def _note_progress(self, before: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.sides[0].parameters.items():
+            if parameter.grad is not None and bool(parameter.grad.count_nonzero()):
+                self.received.add(name)
+            if not _same(before[name], parameter.detach()):
+                self.moved.add(name)
+
+    def _proof(self, steps: int) -> tuple[bool, int, str]:
+        """Equal, but could it have failed?"""
+        if self.grad_mode and not self.expect_no_grads:
+            trainable = [name for name, p in self.sides[0].parameters.items() if p.requires_grad]
+            if not trainable:
+                return False, steps, "nothing was trained, so this proves little: pass expect_no_grads=True if that is meant"
+            silent = [name for name in trainable if name not in self.received]
+            if silent:
+                return False, steps, f"the gradients of {', '.join(silent)} were zero or None in every step"
+            if not self.moved:
+                return False, steps, "the weights never moved, so a stale weight in a graph would not show"
+        return True, steps, f"equal over {steps} steps"
+
+    def _verdict(self, equal: bool, steps: int, message: str) -> Comparison:
+        return Comparison(equal, steps, message, tuple(self.losses))
+
+
+def _capture_beside(module: Any, twin: Any, inputs: Inputs, order: Order, options: dict[str, Any]) -> Graphed:
+    """Capture `module`; the samples of later chunks come from running the twin's copy, whose state is then put back."""
+    args, kwargs = inputs(0)
+    if order.chunks == 1:
+        if options.get("order") is not None and isinstance(module, tuple | list) and len(module) == 1:
+            return capture(module, (args,), (kwargs,), **options)
+        if options.get("order") is not None:
+            return capture(module, (args,), (kwargs,), **options)
+        return capture(module, args, kwargs, **options)
+    sample_args: list[tuple[Any, ...]] = [args]
+    sample_kwargs: list[dict[str, Any]] = [kwargs]
+    runner = copy.deepcopy(twin)
+    value: Any = None
+    for chunk in _chunks(runner, True, order):
+        value = run_plain(chunk, sample_args[-1], sample_kwargs[-1])
+        leaves, structure = flatten(value)
+        leaves = [t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in leaves]
+        sample_args.append((unflatten(structure, leaves),))
+        sample_kwargs.append({})
+    return capture(module, tuple(sample_args[:-1]), tuple(sample_kwargs[:-1]), **options)
+
+
+def _chunks(module: Any, ordered: bool, order: Order) -> list[tuple[Callable[..., Any], ...]]:
+    if ordered and isinstance(module, tuple | list) and len(module) == order.chunks:
+        return [tuple(c) if isinstance(c, tuple | list) else (c,) for c in module]
+    return [tuple(module) if isinstance(module, tuple | list) else (module,)]
+
+
+def _root(module: Any) -> nn.Module:
+    if isinstance(module, nn.Module):
+        return module
+    return nn.ModuleList([_root(entry) if not isinstance(entry, nn.Module) else entry for entry in module])
+
+
+def _eager_call(chunks: list[tuple[Callable[..., Any], ...]]) -> Callable[..., tuple[Any, None]]:
+    def call(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, None]:
+        return run_plain(chunks[step.chunk], args, kwargs), None
+
+    return call
+
+
+def _loss_value(value: Any) -> float | None:
+    loss = value.get("loss") if isinstance(value, dict) else getattr(value, "loss", value)
+    return float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def _first_difference(graphed: list[tuple[str, Any]], eager: list[tuple[str, Any]]) -> str | None:
+    if len(graphed) != len(eager):
+        return f"{len(graphed)} values on the graphed side, {len(eager)} on the eager one"
+    for (name, a), (other, b) in zip(graphed, eager, strict=True):
+        if name != other:
+            return f"{name} on the graphed side, {other} on the eager one"
+        found = _difference(a, b)
+        if found is not None:
+            return f"{name}: {found}"
+    return None
+
+
+def _difference(a: Any, b: Any) -> str | None:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        same = type(a) is type(b) and (a is b or a == b)
+        return None if same else f"graphed {_kind(a)}, eager {_kind(b)}"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"graphed {a.dtype} {list(a.shape)}, eager {b.dtype} {list(b.shape)}"
+    if a.is_floating_point() and not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
+        return "not finite: NaN equal to NaN would prove nothing"
+    if not _same(a, b):
+        wrong = a != b
+        largest = (a[wrong].double() - b[wrong].double()).abs().max() if a.dtype != torch.bool else 1.0
+        return f"{int(wrong.sum())} of {a.numel()} values differ, by at most {float(largest):.3g}"
+    return None
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a, b)
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device) if device.type == "cuda" else None
+
+
+def _set_random_state(device: torch.device, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.get_device_module(device).set_rng_state(states[1], device)
