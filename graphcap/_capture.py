@@ -1,8 +1,9 @@
 """Stage 3: record. Every graphed part of every graph set becomes a forward graph and its backward graphs.
 
-Nothing a replay needs later may lie in memory that another recording reuses: whatever the backward of one microbatch
-reads must survive while other microbatches run. So autograd graphs, and with them the saved tensors, are held until the
-last recording is done (only where there is a single graph set may a backward reuse what it has consumed).
+Graphs that share a pool may reuse each other's dead memory, so they are right only when they are replayed in the order
+in which they were captured. Graph sets are not: microbatch 2 may run its forward in set 0 while set 1 waits for its
+backward, and what set 0 used as scratch may be what set 1 saved. So every graph set has a pool of its own, inside which
+capture order is replay order: forwards, then backwards in reverse (with I and W: all I, then all W).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from graphcap import _guards
 from graphcap._plan import CapturePlan, Sample, UnitPlan
-from graphcap._tensors import TensorSpec, compact, empty_static, flatten, unflatten
+from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
 from graphcap._warmup import (
     OutIndex,
     PartFacts,
@@ -74,13 +75,13 @@ class GraphSet:
 
 @dataclass(frozen=True, slots=True)
 class CaptureSet:
-    """The result of recording: graph sets per unit, the parameters, the accumulate buffers, and what must stay alive."""
+    """The result of recording: graph sets per unit, parameters, accumulate buffers, and what must stay alive."""
 
     plan: CapturePlan
     parameters: _guards.Parameters
     sets: tuple[tuple[GraphSet, ...], ...]
     buffers: dict[int, torch.Tensor]  # parameter index -> gradient buffer that graphs add into
-    pool: Pool
+    pools: tuple[Pool, ...]
     kept: tuple[Any, ...]
     operations: int
 
@@ -89,6 +90,7 @@ class CaptureSet:
 class _Work:
     """A graph set while it is recorded."""
 
+    pool: Pool
     unit: UnitPlan
     facts: UnitFacts
     sample: Sample
@@ -112,16 +114,16 @@ class _PartWork:
 
 
 class Recorder:
-    """Records all graph sets of a plan on one backend, into one pool."""
+    """Records all graph sets of a plan on one backend, each into a pool of its own."""
 
     def __init__(
-        self, facts: WarmupFacts, backend: Backend, pool: Pool, generators: Sequence[torch.Generator] = ()
+        self, facts: WarmupFacts, backend: Backend, pool: object | None, generators: Sequence[torch.Generator] = ()
     ) -> None:
         self.facts, self.plan, self.backend, self.pool = facts, facts.plan, backend, pool
         self.generators = tuple(generators)
         self.inputs: dict[tuple[int, TensorSpec, int], torch.Tensor] = {}  # slot, spec, number -> shared static input
         self.buffers: dict[int, torch.Tensor] = {}
-        self.hold = sum(len(unit.samples) for unit in self.plan.units) > 1 or self.plan.config.retain_graph
+        self.hold = self.plan.config.retain_graph
         self.operations = 0
 
     def run(self, kept: list[torch.Tensor]) -> CaptureSet:
@@ -142,17 +144,19 @@ class Recorder:
             tuple(_frozen(works[number, index]) for index in range(len(unit.samples)))
             for number, unit in enumerate(plan.units)
         )
+        pools = tuple(work.pool for work in works.values())
         works.clear()  # every autograd graph of the recording goes: nothing with a grad_fn stays
-        self.pool.poison()
+        for pool in pools:
+            pool.poison()
         plan = replace(plan, static_bytes=_static_bytes(sets, self.buffers))
-        return CaptureSet(plan, self.facts.parameters, sets, self.buffers, self.pool, tuple(kept), self.operations)
+        return CaptureSet(plan, self.facts.parameters, sets, self.buffers, pools, tuple(kept), self.operations)
 
     def _phases(self, chunk: int) -> tuple[Phase, ...]:
-        """The backward phases that the order asks of a chunk."""
-        asked = {step.phase for step in self.plan.order if step.chunk == chunk} - {Phase.F}
-        if Phase.I in asked:  # a first chunk has no input gradients: its W is a whole backward
+        """The backward phases that the order asks of a chunk, in an order of recording that any replay respects."""
+        asked = {step.phase for step in self.plan.order if step.chunk == chunk}
+        if Phase.I in asked:  # a part without input gradients has no I; its W is a whole backward, after other Ws
             asked |= {Phase.B}
-        return tuple(sorted(asked))
+        return tuple(phase for phase in (Phase.I, Phase.W, Phase.B) if phase in asked)
 
     # ---------------------------------------------------------------------------------------------------- forward
 
@@ -161,7 +165,8 @@ class Recorder:
         facts, sample = self.facts.units[number][index], unit.samples[index]
         args, kwargs = sample_copies(sample)  # one object per argument, also where the user passed one tensor twice
         places = {id(leaf): place for place, leaf in enumerate(flatten((args, kwargs))[0])}
-        work = _Work(unit, facts, sample, places, [], entry_values(unit, args, kwargs), [])
+        pool = self.backend.new_pool(self.pool)
+        work = _Work(pool, unit, facts, sample, places, [], entry_values(unit, args, kwargs), [])
         for part in facts.parts:
             if part.part.kind is GRAPHED:
                 self._forward_part(work, part)
@@ -192,9 +197,12 @@ class Recorder:
         # The values must lie in the static inputs before recording begins: the tape's kernels run on them.
         env = dict(work.env)
         prepared = run_inputs(part, env, proxy)
+        modules = _guards.modules_of(work.unit.layers)
+        before = _guards.plain_attributes(modules)
         with _guards.kept_autocast(), torch.set_grad_enabled(grad):
-            with self.backend.capture(self.pool, self.generators) as graph:
+            with self.backend.capture(work.pool, self.generators) as graph:
                 running = run_part(part.part, env, lambda tensor: prepared[id(tensor)])
+        _guards.refuse_host_effects(before, _guards.plain_attributes(modules), part.part.name)
         self.operations += graph.operations
         self._agree(part, running)
         outputs = [t.detach() for t in running.made]
@@ -232,16 +240,23 @@ class Recorder:
                 f"part {part.part.name} made {[str(s) for s in specs]} while recording but "
                 f"{[str(s) for s in part.made]} in warm-up: it takes another branch while it is captured"
             )
+        for leaf, expected in zip(running.make_leaves, part.make_leaves, strict=True):
+            if leaf != expected and not same_constant(leaf, expected):
+                raise CaptureError(
+                    f"part {part.part.name} returned {leaf!r} while recording but {expected!r} in warm-up; a graph would "
+                    "freeze it"
+                )
 
     # --------------------------------------------------------------------------------------------------- backward
 
     def _backward(self, work: _Work, phases: tuple[Phase, ...]) -> None:
-        for index in range(len(work.statics) - 1, -1, -1):
-            part = work.statics[index]
-            if part is None or not part.facts.differentiable:
-                continue
-            part.grad_outputs = [self._grad_output(work, index, place, phases) for place in part.facts.grad_outputs]
-            for phase in phases:
+        for phase in phases:
+            for index in range(len(work.statics) - 1, -1, -1):
+                part = work.statics[index]
+                if part is None or not part.facts.differentiable:
+                    continue
+                if phase is phases[0]:
+                    part.grad_outputs = [self._grad_output(work, index, p, phases) for p in part.facts.grad_outputs]
                 part.backward[phase] = tuple(self._record_backwards(work, part, phase, phase is phases[-1]))
 
     def _grad_output(
@@ -279,7 +294,7 @@ class Recorder:
             outputs = [part.made[p] for p, there in zip(part.facts.grad_outputs, pattern, strict=True) if there]
             arriving = [g for g, there in zip(part.grad_outputs, pattern, strict=True) if there]
             with torch.autocast(self.backend.device.type, enabled=False):
-                with self.backend.capture(self.pool, self.generators) as graph:
+                with self.backend.capture(work.pool, self.generators) as graph:
                     found, _ = differentiate(outputs, wanted, arriving, work.facts.reentrant, retain_graph=keep)
                     results = list(found)
                     self._add(results, len(inputs), indices)
@@ -341,7 +356,7 @@ def accumulate_buffers(facts: WarmupFacts) -> dict[int, torch.Tensor]:
 def record(
     facts: WarmupFacts,
     backend: Backend,
-    pool: Pool,
+    pool: object | None,
     kept: list[torch.Tensor],
     generators: Sequence[torch.Generator] = (),
 ) -> CaptureSet:
@@ -355,8 +370,8 @@ def record(
         raise
     except torch.OutOfMemoryError as error:
         raise CaptureError(f"out of memory while recording: {error}") from error
-    except RuntimeError as error:
-        raise CaptureError(f"recording failed: {error}") from error
+    except Exception as error:
+        raise CaptureError(f"recording failed: {type(error).__name__}: {error}") from error
 
 
 def _share_results(
@@ -413,8 +428,8 @@ def _static_bytes(sets: Sequence[Sequence[GraphSet]], buffers: dict[int, torch.T
                 for tensor in (*part.inputs, *part.outputs, *part.grad_outputs):
                     count(tensor)
                 for backward in (b for graphs in part.backward.values() for b in graphs):
-                    for tensor in backward.results:
-                        count(tensor)
+                    for result in backward.results:
+                        count(result)
     for tensor in buffers.values():
         count(tensor)
     return sum(seen.values())

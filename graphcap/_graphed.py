@@ -65,13 +65,15 @@ class Ambient:
 class Runner:
     """Checks and runs calls: the part of the public object that make_graphed_callables uses as well."""
 
-    def __init__(self, capture: CaptureSet, backend: Backend, ambient: Ambient) -> None:
+    def __init__(
+        self, capture: CaptureSet, backend: Backend, ambient: Ambient, lazy: set[tuple[int, str]]
+    ) -> None:
         self.capture, self.plan, self.backend, self.ambient = capture, capture.plan, backend, ambient
         self.slots = [Slot(number) for number in range(self.plan.slots)]
         self.sets = [[BoundSet(s, self.slots[s.slot], capture) for s in sets] for sets in capture.sets]
         self.stats = Stats(operations=capture.operations)
         self.anchor = torch.zeros((), device=backend.device, requires_grad=True)
-        self._guards = [self._guard(index, unit) for index, unit in enumerate(self.plan.units)]
+        self._guards = [self._guard(index, unit, lazy) for index, unit in enumerate(self.plan.units)]
         self._training = [[m.training for m in _guards.modules_of(unit.layers)] for unit in self.plan.units]
         self._modules = [_guards.modules_of(unit.layers) for unit in self.plan.units]
         self._check_due = [True] * len(self.plan.units)
@@ -79,7 +81,7 @@ class Runner:
         self.closed = False
         self.eager_depth = 0
 
-    def _guard(self, index: int, unit: UnitPlan) -> _guards.StepGuard:
+    def _guard(self, index: int, unit: UnitPlan, lazy: set[tuple[int, str]]) -> _guards.StepGuard:
         whole = all(part.kind.value == "graphed" for part in unit.parts)
         visited: set[int] = set()
         used: set[int] = set()
@@ -88,7 +90,11 @@ class Runner:
             used |= bound.facts.used_parameters
         own = {id(layer) for layer in unit.program.partial_layers}
         return _guards.StepGuard(
-            _guards.modules_of(unit.layers), lambda m: whole or id(m) in visited or id(m) in own, used
+            _guards.modules_of(unit.layers),
+            lambda m: whole or id(m) in visited or id(m) in own,
+            used,
+            set() if whole else own,
+            lazy,
         )
 
     # ------------------------------------------------------------------------------------------------------- a call
@@ -118,6 +124,8 @@ class Runner:
                 "Capture in the thread that runs"
             )
         bound.slot.require_free(f"{unit.title}, microbatch {microbatch}")
+        if bound.slot.was_dropped():  # a forward whose backward never ran: its step has ended all the same
+            self._check_due[number] = True
         state = self._check_state(number, grad)
         if state is not None:
             return self._eager(unit, args, kwargs, state), None
@@ -234,8 +242,8 @@ class Graphed(nn.Module):
         object.__setattr__(self, "_chunks", chunks)
         object.__setattr__(self, "_steps", Steps(runner.plan.order, self._call_step))
         self.training = module.training
-        self._register_load_state_dict_pre_hook(_into_module)
-        self.register_load_state_dict_post_hook(_report_own_names)
+        self._register_load_state_dict_pre_hook(_into_module)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_report_own_names)  # type: ignore[no-untyped-call]
 
     # ----------------------------------------------------------------------------------------------------- properties
 
@@ -351,7 +359,7 @@ class Graphed(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        return self.module.named_modules(memo, prefix, remove_duplicate)
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from graphcap._tensors import flatten, tensor_problem, tensors_of
 from graphcap.errors import CutError, HookError, PlanError, SampleError, StateError
 
 Layers = Sequence[Callable[..., Any]]
@@ -61,6 +62,12 @@ def refuse_modules(modules: Iterable[nn.Module]) -> None:
             kinds = {kind.__name__ for kind in type(child).__mro__}
             if "OptimizedModule" in kinds or getattr(child, "_compiled_call_impl", None) is not None:
                 raise PlanError(f"{_where(name, child)} is compiled (torch.compile): capture the plain module")
+            for key, inner in child._modules.items():
+                if type(inner).__module__ == "graphcap._graphed":  # its named_modules() are those of what it holds
+                    raise PlanError(
+                        f"{f'{name}.{key}' if name else key} is graphed already, and a graph can't be replayed inside a "
+                        "capture: capture the plain modules, or call the graphed one beside this one"
+                    )
             if "FSDPModule" in kinds or kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"}:
                 raise PlanError(
                     f"{_where(name, child)} is a {type(child).__name__}: its hooks would not run at replay. Capture the "
@@ -78,23 +85,6 @@ def refuse_samples(named: Iterable[tuple[str, Any]]) -> None:
             problem = tensor_problem(leaf)
             if problem:
                 raise SampleError(f"{name} {problem}")
-
-
-def tensor_problem(tensor: torch.Tensor) -> str | None:
-    """Why a tensor can't be read by a graph, or None."""
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-        return "is not initialised (a lazy module): run the module once first"
-    if tensor.device.type == "meta":
-        return "is on the meta device: give it memory first (module.to_empty(device=...))"
-    if tensor.is_nested:
-        return "is a nested tensor: its shapes depend on the data"
-    if tensor.layout is not torch.strided:
-        return f"has the layout {tensor.layout}: only strided tensors have fixed memory"
-    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) and not isinstance(tensor, nn.Parameter | nn.Buffer):
-        return f"is a {type(tensor).__name__}, a tensor subclass: pass the plain tensor inside it"
-    if type(tensor.data) is not torch.Tensor:
-        return f"holds a {type(tensor.data).__name__}, a tensor subclass: capture the local module instead"
-    return None
 
 
 def refuse_hooks(module: nn.Module, title: str) -> None:
@@ -232,13 +222,13 @@ def leaves_of(outputs: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]
 
 # --------------------------------------------------------------------------------------------------- state that is kept
 
-_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+_SIMPLE = bool | int | float | complex | str | bytes | None
 
 
 @contextmanager
 def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
     """Warm-up and recording run the forward; afterwards buffers (identity and value), tensor and plain attributes,
-    training flags and gradient tensors are as before, also after a failure.
+    lists, dicts and sets, generators, training flags and gradient tensors are as before, also after a failure.
 
     Gives a list that afterwards holds the tensors that were bound inside and are unbound again: a graph may read them,
     so whoever keeps the graph keeps the list.
@@ -247,18 +237,25 @@ def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
     bindings: list[tuple[dict[str, Any], str, Any]] = []
     absent: list[tuple[dict[str, Any], frozenset[str]]] = []
+    containers: list[tuple[Any, Any]] = []
+    generators: list[tuple[torch.Generator, torch.Tensor]] = []
     seen: set[int] = set()
     for module in (m for top in modules for m in top.modules()):
         for table in (module._buffers, module.__dict__):
             absent.append((table, frozenset(table)))
             for name, value in table.items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor | _SIMPLE):
                     bindings.append((table, name, value))
-                    if id(value) not in seen and tensor_problem(value) is None:
-                        seen.add(id(value))
-                        tensors.append((value, value.detach().clone()))
-                elif isinstance(value, _SIMPLE):
-                    bindings.append((table, name, value))
+                elif isinstance(value, torch.Generator):
+                    generators.append((value, value.get_state()))
+                elif type(value) in (list, dict, set) and not name.startswith("_"):
+                    containers.append((value, value.copy()))
+                if name.startswith("_") and not isinstance(value, torch.Tensor):
+                    continue
+                for tensor in tensors_of(flatten(value)[0]):
+                    if id(tensor) not in seen and tensor_problem(tensor) is None:
+                        seen.add(id(tensor))
+                        tensors.append((tensor, tensor.detach().clone()))
     for parameter in (p for top in modules for p in top.parameters()):
         gradient = getattr(parameter, "main_grad", None)
         if isinstance(gradient, torch.Tensor) and id(gradient) not in seen:
@@ -278,9 +275,21 @@ def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
             if bound is not value and isinstance(bound, torch.Tensor):
                 unbound.append(bound)
             table[name] = value
+        for container, copy in containers:
+            _refill(container, copy)
+        for generator, state in generators:
+            generator.set_state(state)
         with torch.no_grad():
             for tensor, saved in tensors:
                 tensor.data.copy_(saved)  # .data has its own version counter: nobody's saved tensor is invalidated
+
+
+def _refill(container: Any, copy: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(copy)
+    else:
+        container.update(copy)
 
 
 @contextmanager
@@ -294,7 +303,8 @@ def kept_autocast() -> Iterator[None]:
 
 
 def plain_attributes(modules: Iterable[nn.Module]) -> dict[tuple[int, str], tuple[str, Any]]:
-    """Attributes whose change at every call would be lost at replay: numbers, texts, bound tensors, list lengths."""
+    """Attributes whose change at every call would be lost at replay: numbers, texts, bound tensors, and what lists and
+    dicts hold of these."""
     found: dict[tuple[int, str], tuple[str, Any]] = {}
     for module in (m for top in modules for m in top.modules()):
         for name, value in module.__dict__.items():
@@ -305,11 +315,19 @@ def plain_attributes(modules: Iterable[nn.Module]) -> dict[tuple[int, str], tupl
                 found[id(module), name] = (label, value)
             elif isinstance(value, torch.Tensor):
                 found[id(module), name] = (label, id(value))
-            elif isinstance(value, list) and not name.startswith("_"):
-                found[id(module), name] = (label, len(value))
+            elif type(value) in (list, dict) and not name.startswith("_"):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                found[id(module), name] = (label, [(k, v if isinstance(v, _SIMPLE) else id(v)) for k, v in items])
         for name, buffer in module._buffers.items():
             found[id(module), name] = (f"{type(module).__name__}.{name}", id(buffer))
     return found
+
+
+def changed_attributes(
+    before: dict[tuple[int, str], tuple[str, Any]], after: dict[tuple[int, str], tuple[str, Any]]
+) -> set[tuple[int, str]]:
+    """Which attributes (id of the module, name) are not what they were: lazy state that a first run has filled."""
+    return {key for key in before if key not in after or after[key] != before[key]}
 
 
 def refuse_host_effects(
@@ -360,11 +378,21 @@ class _Watched:
 class StepGuard:
     """Compares identity and address of parameters and buffers, and the structure of modules, with what was captured.
 
-    One pass per step. A graph reads memory where it was; a weight that has moved would be read stale.
+    One pass per step. A graph reads memory where it was; a weight that has moved would be read stale. Numbers, flags
+    and texts of the modules are frozen in the graph, so they are compared too, but for those of `own` (modules that an
+    eager part may change) and those in `lazy` (what the first run fills).
     """
 
-    def __init__(self, modules: Sequence[nn.Module], graphed: Callable[[nn.Module], bool], used: set[int]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        graphed: Callable[[nn.Module], bool],
+        used: set[int],
+        own: set[int],
+        lazy: set[tuple[int, str]],
+    ) -> None:
         self._watched: list[_Watched] = []
+        self._constants: list[tuple[dict[str, Any], str, str, Any]] = []
         self._children: list[tuple[nn.Module, str, str, nn.Module]] = []
         self._hooked: dict[int, tuple[str, nn.Module, int]] = {}
         for top in modules:
@@ -377,14 +405,34 @@ class StepGuard:
                             entry = _Watched(table, key, name, tensor, tensor.data_ptr(), tensor.requires_grad)
                             self._watched.append(entry)
                 if inside:
+                    self._watch_attributes(module, path, id(module) in own, lazy)
                     for key, child in module._modules.items():
                         if child is not None and graphed(child):
                             self._children.append((module, key, f"{path}.{key}" if path else key, child))
                     if module is not top:
                         self._hooked[id(module)] = (path, module, _hook_count(module))
 
+    def _watch_attributes(self, module: nn.Module, path: str, is_own: bool, lazy: set[tuple[int, str]]) -> None:
+        for key, value in vars(module).items():
+            if key == "_is_full_backward_hook" or (id(module), key) in lazy or (is_own and key != "training"):
+                continue
+            name = f"{path}.{key}" if path else key
+            if isinstance(value, torch.Tensor):
+                watched = _Watched(vars(module), key, name, value, value.data_ptr(), value.requires_grad)
+                self._watched.append(watched)
+            elif isinstance(value, _SIMPLE):
+                self._constants.append((vars(module), key, name, value))
+
     def check(self) -> None:
         """Raises StateError naming the first difference."""
+        for table, key, name, value in self._constants:
+            now = table.get(key)
+            if now is not value and now != value:
+                raise StateError(
+                    f"{name} was {value!r} at capture and is {now!r} now, but Python does not run at replay, so the graph "
+                    "would go on with the old value. Undo that, keep the value in a buffer that is changed in place, or "
+                    "capture again: close() and graphcap.capture()"
+                )
         for entry in self._watched:
             now = entry.table.get(entry.key)
             if now is not entry.tensor:

@@ -55,6 +55,9 @@ class Slot:
         flight = None if self.flight is None else self.flight()
         return flight is not None and not flight.finished
 
+    def was_dropped(self) -> bool:
+        return self.flight is not None and self.flight() is None
+
     def require_free(self, who: str) -> None:
         if self.in_flight():
             raise InFlightError(
@@ -76,7 +79,7 @@ class _PartNode(torch.autograd.Function):
     """The autograd node of one graphed part."""
 
     @staticmethod
-    def forward(ctx: Any, bound: BoundPart, flight: Flight, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, bound: BoundPart, flight: Flight, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = bound.run(tensors)
         ctx.bound, ctx.flight = bound, flight
         ctx.set_materialize_grads(False)
@@ -86,7 +89,7 @@ class _PartNode(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ReplayError(
                 "create_graph=True through a graphed part: a recorded backward has no history, so second derivatives "
@@ -147,7 +150,7 @@ class BoundPart:
                 outputs = self.run(tensors)
         else:
             extra = self.returned if not self.added else [*self.returned, anchor]
-            outputs = _PartNode.apply(self, flight, *tensors, *extra)
+            outputs = _PartNode.apply(self, flight, *tensors, *extra)  # type: ignore[no-untyped-call]
         leaves = [outputs[leaf.place] if isinstance(leaf, OutIndex) else leaf for leaf in self.facts.make_leaves]
         env.update(zip(self.facts.part.makes, unflatten(self.facts.make_structure, leaves), strict=True))
 

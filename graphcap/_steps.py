@@ -34,16 +34,21 @@ class _Outgoing(torch.autograd.Function):
     """Marks an output of a step: its gradient must come through `backward(step, ...)`."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, step: str) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, output: torch.Tensor, step: str) -> torch.Tensor:
         ctx.step = step
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
         raise ReplayError(
             f".backward() through an output of step {ctx.step}: the order decides when a backward runs. Take the "
             "gradient with torch.autograd.grad(loss, output) and pass it to backward(step, gradient)"
         )
+
+
+def _outgoing(output: torch.Tensor, step: Step) -> torch.Tensor:
+    marked: torch.Tensor = _Outgoing.apply(output, str(step))  # type: ignore[no-untyped-call]
+    return marked
 
 
 @dataclass(slots=True)
@@ -96,7 +101,7 @@ class Steps:
         outputs = [t for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
         self._live[step.chunk, step.microbatch] = _Live(inputs, outputs, loss_of(value), flight)
         shown = [
-            _Outgoing.apply(t, str(step)) if isinstance(t, torch.Tensor) and t.requires_grad else t for t in made
+            _outgoing(t, step) if isinstance(t, torch.Tensor) and t.requires_grad else t for t in made
         ]
         return unflatten(made_structure, shown)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree
 
 from graphcap.errors import SampleError
@@ -31,6 +33,10 @@ class TensorSpec:
         return TensorSpec(shape, _stride(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
 
     @property
+    def expanded(self) -> bool:
+        return any(stride == 0 and size > 1 for size, stride in zip(self.shape, self.stride, strict=True))
+
+    @property
     def nbytes(self) -> int:
         count = 1
         for size, stride in zip(self.shape, self.stride, strict=True):
@@ -39,7 +45,11 @@ class TensorSpec:
 
     def difference(self, tensor: torch.Tensor, *, strict: bool, grad_mode: bool) -> str | None:
         """How `tensor` differs, as "expected ..., got ...", or None. `strict`: strides and a missing requires_grad
-        count too; requires_grad counts in grad mode only."""
+        count too (strides of an expanded tensor always do); requires_grad counts in grad mode only."""
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            problem = tensor_problem(tensor)
+            if problem:
+                return f"expected a plain tensor, got one that {problem}"
         if tensor.shape != self.shape:
             return f"expected shape {list(self.shape)}, got {list(tensor.shape)}"
         if tensor.dtype != self.dtype:
@@ -48,7 +58,7 @@ class TensorSpec:
             return f"expected device {self.device}, got {tensor.device}"
         if grad_mode and tensor.requires_grad != self.requires_grad and (strict or tensor.requires_grad):
             return f"expected requires_grad={self.requires_grad}, got {tensor.requires_grad}"
-        if strict and _stride(tensor) != self.stride:
+        if (strict or self.expanded) and _stride(tensor) != self.stride:
             return f"expected strides {list(self.stride)}, got {list(tensor.stride())}"
         return None
 
@@ -59,6 +69,34 @@ class TensorSpec:
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(s if n > 1 else 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def tensor_problem(tensor: torch.Tensor) -> str | None:
+    """Why a tensor can't be read by a graph, or None."""
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        return "is not initialised (a lazy module): run the module once first"
+    if tensor.device.type == "meta":
+        return "is on the meta device: give it memory first (module.to_empty(device=...))"
+    if tensor.is_nested:
+        return "is a nested tensor: its shapes depend on the data"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}: only strided tensors have fixed memory"
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) and not isinstance(tensor, nn.Parameter | nn.Buffer):
+        return f"is a {type(tensor).__name__}, a tensor subclass: pass the plain tensor inside it"
+    if type(tensor.data) is not torch.Tensor:
+        return f"holds a {type(tensor.data).__name__}, a tensor subclass: capture the local module instead"
+    return None
+
+
+def static_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached copy with the same strides: kernels may choose by strides, and so may the bits differ."""
+    made = empty_static(tensor)
+    with torch.no_grad():
+        compact(made).copy_(compact(tensor.detach()))
+    return made.detach()
 
 
 def empty_static(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,11 +136,12 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 @dataclass(frozen=True, slots=True)
 class Structure:
     """A nested container without its leaves. `kind` None is a leaf. Two structures are equal when the containers have
-    the same types, keys and lengths."""
+    the same types, keys and lengths. `order` are a dict's keys as they came: they are rebuilt so, but not compared."""
 
     kind: type | None
     context: Any = None
     children: tuple[Structure, ...] = ()
+    order: tuple[Any, ...] = field(default=(), compare=False)
 
 
 _LEAF = Structure(None)
@@ -124,7 +163,7 @@ def _flatten(value: Any, leaves: list[Any]) -> Structure:
         return Structure(kind, None, tuple(_flatten(item, leaves) for item in value))
     if kind is dict or kind is OrderedDict:
         keys = tuple(sorted(value)) if all(isinstance(key, str) for key in value) else tuple(value)
-        return Structure(kind, keys, tuple(_flatten(value[key], leaves) for key in keys))
+        return Structure(kind, keys, tuple(_flatten(value[key], leaves) for key in keys), tuple(value))
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return Structure(kind, "namedtuple", tuple(_flatten(item, leaves) for item in value))
     node = _pytree.SUPPORTED_NODES.get(kind)
@@ -153,7 +192,8 @@ def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
     if kind is list:
         return children
     if kind is dict or kind is OrderedDict:
-        return kind(zip(structure.context, children, strict=True))
+        by_key = dict(zip(structure.context, children, strict=True))
+        return kind((key, by_key[key]) for key in structure.order)
     if structure.context == "namedtuple":
         return kind(*children)
     node = _pytree.SUPPORTED_NODES.get(kind)
@@ -192,6 +232,8 @@ def same_constant(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
+    if isinstance(a, float | complex):
+        return repr(a) == repr(b)  # 0.0 is not -0.0 (1 / x tells), and nan is nan
     try:
         return bool(a == b)
     except (RuntimeError, ValueError, TypeError):  # arrays and the like have no single truth value: not the same
@@ -202,13 +244,41 @@ def check_leaf(value: Any, path: str) -> None:
     """A leaf that is no tensor must not hide one: it would be frozen at capture without a word."""
     if isinstance(value, torch.Tensor | int | float | str | bytes | bool | complex | type(None) | torch.dtype):
         return
-    hidden = vars(value) if hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module) else {}
-    for name, item in hidden.items():
-        if isinstance(item, torch.Tensor):
-            raise SampleError(
-                f"{path} is a {type(value).__name__} that holds a tensor ({name}): graphcap can't see into it. Pass the "
-                "tensors as arguments, make the class a dataclass, or register it with torch.utils._pytree"
-            )
+    where = _hidden_tensor(value, set())
+    if where is not None:
+        raise SampleError(
+            f"{path} is a {type(value).__name__} that holds a tensor ({where}): graphcap can't see into it. Pass the "
+            "tensors as arguments, make the class a dataclass, or register it with torch.utils._pytree"
+        )
+
+
+_CLOSED = (type, nn.Module, ModuleType, FunctionType, str, bytes, int, float, complex, type(None))
+_LOOKS = 10_000  # objects that one argument may consist of before the search for tensors gives up
+
+
+def _hidden_tensor(value: Any, seen: set[int]) -> str | None:
+    """The place at which an object holds a tensor, as Python would write it, or None."""
+    if isinstance(value, torch.Tensor):
+        return ""
+    if isinstance(value, _CLOSED) or id(value) in seen or len(seen) > _LOOKS:
+        return None
+    seen.add(id(value))
+    for place, item in _held(value):
+        below = _hidden_tensor(item, seen)
+        if below is not None:
+            return place + below
+    return None
+
+
+def _held(value: Any) -> list[tuple[str, Any]]:
+    held: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        held += [(f"[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        held += [(f"[{index}]", item) for index, item in enumerate(value)]
+    held += [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return held + [(f".{name}", getattr(value, name)) for name in slots if hasattr(value, name)]
 
 
 @dataclass(frozen=True, slots=True)

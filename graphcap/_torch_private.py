@@ -61,8 +61,8 @@ def generator_key(generator: torch.Generator) -> int:
 
 @contextmanager
 def neutral_dispatch() -> Iterator[None]:
-    """Run operators as kernels only: no autograd, autocast, version counting, inference mode, dispatch or function mode
-    of the caller's. For code that may be called from inside autograd or under any of the user's contexts."""
+    """Run operators as kernels only: no autograd, autocast, inference mode, dispatch or function mode of the caller's.
+    For code that may be called from inside autograd or under any context of the user's. Versions still count."""
     with ExitStack() as stack:
         stack.enter_context(_python_dispatch._disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())
@@ -80,7 +80,8 @@ def is_composite(func: torch._ops.OpOverload) -> bool:
     Some, such as silu_backward, have a recipe and a kernel of their own as well: those run their kernel.
     """
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return bool(has(func._name, "CompositeImplicitAutograd")) and not (has(func._name, "CPU") or has(func._name, "CUDA"))
+    own_kernel = has(func._name, "CPU") or has(func._name, "CUDA")
+    return bool(has(func._name, "CompositeImplicitAutograd")) and not own_kernel
 
 
 def overrides_dispatch(tensor: torch.Tensor) -> bool:

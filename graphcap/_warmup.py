@@ -14,7 +14,16 @@ import torch
 
 from graphcap import _guards
 from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys
-from graphcap._tensors import Structure, TensorSpec, check_leaf, flatten, same_constant, tensors_of, unflatten
+from graphcap._tensors import (
+    Structure,
+    TensorSpec,
+    check_leaf,
+    flatten,
+    same_constant,
+    static_copy,
+    tensors_of,
+    unflatten,
+)
 from graphcap.backends.base import Backend
 from graphcap.errors import CutError, GraphcapError, WarmupError
 from graphcap.partial_layer import GRAPHED, NOTHING, Call, spread
@@ -142,8 +151,10 @@ def _unit_facts(
         except GraphcapError:
             raise
         except Exception as error:
+            what = "ran out of memory" if isinstance(error, torch.OutOfMemoryError) else "failed"
             raise WarmupError(
-                f"warm-up run {iteration + 1} of {plan.config.warmup} of {unit.title} failed: {error}"
+                f"warm-up run {iteration + 1} of {plan.config.warmup} of {unit.title} {what}: "
+                f"{type(error).__name__}: {error}"
             ) from error
         if previous is not None:
             _refuse_change(previous, facts)
@@ -231,6 +242,8 @@ class _Pass:
             wanted = [p for p in running.proxies if p.requires_grad]
             trainable = [p for p in self.parameters.alias if p.requires_grad]
             results, self.reentrant = differentiate(outputs, [*wanted, *trainable], gradients, self.reentrant)
+            if running.part.kind is GRAPHED:
+                _refuse_sparse(results, running.part)
             for proxy, gradient in zip(wanted, results[: len(wanted)], strict=True):
                 if gradient is not None:
                     number = next(i for i, p in enumerate(running.proxies) if p is proxy)
@@ -259,7 +272,8 @@ class _Shape:
 
     def _refuse_foreign_leaves(self) -> dict[int, int]:
         """Detector D1: every leaf behind a graphed part's outputs is one of its proxies or a parameter."""
-        running, edges = self.running, {}
+        running = self.running
+        edges: dict[int, int] = {}
         if running.part.kind is not GRAPHED:
             return edges
         for leaf, count in _guards.leaves_of(t for t in running.made if t.requires_grad):
@@ -321,7 +335,7 @@ def sample_copies(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The sample arguments on memory of their own, as leaves."""
     leaves, structure = flatten((sample.args, sample.kwargs))
     copies = [
-        leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+        static_copy(leaf).requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
     ]
     args, kwargs = unflatten(structure, copies)
@@ -439,6 +453,15 @@ def _refuse_change(before: Sequence[PartFacts], after: Sequence[PartFacts]) -> N
                 raise CutError(
                     f"part {old.part.name}: it returned {x!r} in one run and {y!r} in the next; a graph would freeze it"
                 )
+
+
+def _refuse_sparse(results: Sequence[torch.Tensor | None], part: PartPlan) -> None:
+    for gradient in results:
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise CutError(
+                f"part {part.name} makes a gradient of shape {list(gradient.shape)} with the layout {gradient.layout} (sparse "
+                "embedding?): its size depends on the data. Use sparse=False, or let the part be EAGER"
+            )
 
 
 def _refuse_ambiguous_sums(facts: WarmupFacts) -> None:

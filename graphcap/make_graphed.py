@@ -72,6 +72,7 @@ def _run_stages(
     tensors = [(n, t) for n, t in [*_guards.named_state(modules), *samples] if isinstance(t, torch.Tensor)]
     backend = choose(backend_name, tensors)
     ambient = Ambient.now(backend.device)
+    attributes = _guards.plain_attributes(modules)
     with (
         backend.session(),
         _guards.kept_state(modules) as kept,
@@ -81,8 +82,9 @@ def _run_stages(
         facts = _warmup.run(plan, backend, parameters)
         if not allow_unused:
             _refuse_unused(facts)
-        captured = _capture.record(facts, backend, backend.new_pool(pool), kept)
-    return Runner(captured, backend, ambient)
+        captured = _capture.record(facts, backend, pool, kept)
+        lazy = _guards.changed_attributes(attributes, _guards.plain_attributes(modules))
+    return Runner(captured, backend, ambient, lazy)
 
 
 def _refuse(plan: CapturePlan, modules: Sequence[nn.Module], drop_in: bool) -> None:
@@ -147,24 +149,30 @@ def _normalise(
     module: Any, sample_args: Any, sample_kwargs: Any, order: Order | None
 ) -> tuple[tuple[Layers, ...], list[tuple[Args, Kwargs]], nn.Module]:
     """Chunks of layers, one (args, kwargs) per chunk, and the module that holds them all."""
-    module = tuple(module) if isinstance(module, list | nn.ModuleList) else module
-    per_chunk = order is not None and isinstance(module, tuple) and len(module) == order.chunks
+    chunks, root, per_chunk = as_chunks(module, order)
     if per_chunk:
-        parts = [_layers(entry) for entry in module]
-        args = _per_chunk(sample_args, len(parts), "sample_args")
-        kwargs = _per_chunk(sample_kwargs, len(parts), "sample_kwargs") if sample_kwargs is not None else [{}] * len(parts)
-        samples = [(_args(a), _kwargs(k)) for a, k in zip(args, kwargs, strict=True)]
-        root: nn.Module = nn.ModuleList([_root(p) for p in parts])
-        return tuple(parts), samples, root
-    if order is not None and order.chunks > 1:
-        given = f"a tuple of {len(module)}" if isinstance(module, tuple) else f"a {type(module).__name__}"
-        raise PlanError(f"the order has {order.chunks} chunks, so `module` is a tuple with one entry per chunk, not {given}")
-    layers = _layers(module)
+        args = _per_chunk(sample_args, len(chunks), "sample_args")
+        kwargs = _per_chunk(sample_kwargs, len(chunks), "sample_kwargs") if sample_kwargs is not None else [{}] * len(chunks)
+        return chunks, [(_args(a), _kwargs(k)) for a, k in zip(args, kwargs, strict=True)], root
     if order is not None and isinstance(sample_args, tuple | list) and len(sample_args) == 1:
         sample_args = sample_args[0] if isinstance(sample_args[0], tuple) else sample_args
         if isinstance(sample_kwargs, tuple | list) and len(sample_kwargs) == 1:
             sample_kwargs = sample_kwargs[0]
-    return (layers,), [(_args(sample_args), _kwargs(sample_kwargs))], _root(layers)
+    return chunks, [(_args(sample_args), _kwargs(sample_kwargs))], root
+
+
+def as_chunks(module: Any, order: Order | None) -> tuple[tuple[Layers, ...], nn.Module, bool]:
+    """Chunks of layers, the module that holds them all (its parameter names are the user's), and whether `module` was
+    given chunk by chunk."""
+    module = tuple(module) if isinstance(module, list | nn.ModuleList) else module
+    if order is not None and isinstance(module, tuple) and len(module) == order.chunks:
+        chunks = tuple(_layers(entry) for entry in module)
+        return chunks, nn.ModuleList([_root(chunk) for chunk in chunks]), True
+    if order is not None and order.chunks > 1:
+        given = f"a tuple of {len(module)}" if isinstance(module, tuple) else f"a {type(module).__name__}"
+        raise PlanError(f"the order has {order.chunks} chunks, so `module` is a tuple with one entry per chunk, not {given}")
+    layers = _layers(module)
+    return (layers,), _root(layers), False
 
 
 def _layers(entry: Any) -> Layers:
@@ -297,7 +305,7 @@ def _drop_in_samples(
         size = len(args) if isinstance(args, tuple | list) else type(args).__name__
         raise OrderError(f"sample_args: expected {count} entries (callables x microbatches), got {size}")
     if sample_kwargs is None:
-        kwargs = [{}] * count
+        kwargs: Any = [{}] * count
     else:
         kwargs = [sample_kwargs] if isinstance(sample_kwargs, dict) and count == 1 else sample_kwargs
     if not isinstance(kwargs, tuple | list) or len(kwargs) != count:

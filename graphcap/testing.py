@@ -22,7 +22,7 @@ from graphcap._steps import Steps, run_plain
 from graphcap._tensors import flatten, paths, unflatten
 from graphcap._warmup import loss_of
 from graphcap.errors import PlanError
-from graphcap.make_graphed import capture
+from graphcap.make_graphed import as_chunks, capture
 from graphcap.order import Order, Phase, Step
 
 Build = Callable[[], Any]
@@ -112,8 +112,8 @@ def compare(
     grad_mode: False runs under no_grad and compares outputs and buffers. expect_no_grads: nothing is to be trained.
     capture_options: passed to `graphcap.capture` (order, backend, config).
     Compared bit for bit: outputs, input gradients, parameter gradients (None is None), buffers, weights. Refused as
-    proof: NaN or infinity anywhere, a trainable parameter whose gradients were always zero or None, weights that never
-    moved. An output with a `loss` is differentiated from there; else every differentiable output gets a cotangent from a
+    proof: NaN or infinity anywhere, a trainable parameter whose gradients were always zero, weights that never moved. A
+    parameter that eager leaves without a gradient (None) in every step is named, not refused. An output with a `loss` is differentiated from there; else every differentiable output gets a cotangent from a
     generator seeded with the step.
     """
     if steps < 1:
@@ -150,13 +150,14 @@ class _Twins:
         twin = copy.deepcopy(module)
         with torch.set_grad_enabled(grad_mode):
             self.graphed = _capture_beside(module, twin, inputs, self.order, options)
-        twin_chunks = _chunks(twin, options.get("order") is not None, self.order)
+        twin_chunks, twin_root, _ = as_chunks(twin, None if order is None else self.order)
         self.sides = (
             _Side("graphed", self.graphed.module, Steps(self.order, self.graphed._call_step), optimizer),
-            _Side("eager", _root(twin), Steps(self.order, _eager_call(twin_chunks)), optimizer),
+            _Side("eager", twin_root, Steps(self.order, _eager_call(twin_chunks)), optimizer),
         )
         self.moved: set[str] = set()
-        self.received: set[str] = set()
+        self.reached: set[str] = set()  # a gradient that is not None
+        self.received: set[str] = set()  # one that is not zero
         self.losses: list[float] = []
 
     def run(self, steps: int) -> Comparison:
@@ -258,8 +259,10 @@ class _Twins:
 
     def _note_progress(self, before: dict[str, torch.Tensor]) -> None:
         for name, parameter in self.sides[0].parameters.items():
-            if parameter.grad is not None and bool(parameter.grad.count_nonzero()):
-                self.received.add(name)
+            if parameter.grad is not None:
+                self.reached.add(name)
+                if bool(parameter.grad.count_nonzero()):
+                    self.received.add(name)
             if not _same(before[name], parameter.detach()):
                 self.moved.add(name)
 
@@ -269,11 +272,16 @@ class _Twins:
             trainable = [name for name, p in self.sides[0].parameters.items() if p.requires_grad]
             if not trainable:
                 return False, steps, "nothing was trained, so this proves little: pass expect_no_grads=True if that is meant"
-            silent = [name for name in trainable if name not in self.received]
+            silent = [name for name in trainable if name in self.reached and name not in self.received]
             if silent:
-                return False, steps, f"the gradients of {', '.join(silent)} were zero or None in every step"
+                return False, steps, f"the gradients of {', '.join(silent)} were zero in every step"
+            if not self.reached:
+                return False, steps, "no parameter ever got a gradient"
             if not self.moved:
                 return False, steps, "the weights never moved, so a stale weight in a graph would not show"
+            untouched = [name for name in trainable if name not in self.reached]
+            if untouched:  # eager decided so: an unused parameter, an expert that no token chose
+                return True, steps, f"equal over {steps} steps ({_some(untouched)}: no gradient in eager either)"
         return True, steps, f"equal over {steps} steps"
 
     def _verdict(self, equal: bool, steps: int, message: str) -> Comparison:
@@ -283,38 +291,22 @@ class _Twins:
 def _capture_beside(module: Any, twin: Any, inputs: Inputs, order: Order, options: dict[str, Any]) -> Graphed:
     """Capture `module`; the samples of later chunks come from running the twin's copy, whose state is then put back."""
     args, kwargs = inputs(0)
-    if order.chunks == 1:
-        if options.get("order") is not None and isinstance(module, tuple | list) and len(module) == 1:
-            return capture(module, (args,), (kwargs,), **options)
-        if options.get("order") is not None:
-            return capture(module, (args,), (kwargs,), **options)
+    if options.get("order") is None:
         return capture(module, args, kwargs, **options)
     sample_args: list[tuple[Any, ...]] = [args]
     sample_kwargs: list[dict[str, Any]] = [kwargs]
     runner = copy.deepcopy(twin)
     value: Any = None
-    for chunk in _chunks(runner, True, order):
+    for chunk in as_chunks(runner, order)[0][:-1]:
         value = run_plain(chunk, sample_args[-1], sample_kwargs[-1])
         leaves, structure = flatten(value)
         leaves = [t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in leaves]
         sample_args.append((unflatten(structure, leaves),))
         sample_kwargs.append({})
-    return capture(module, tuple(sample_args[:-1]), tuple(sample_kwargs[:-1]), **options)
+    return capture(module, tuple(sample_args), tuple(sample_kwargs), **options)
 
 
-def _chunks(module: Any, ordered: bool, order: Order) -> list[tuple[Callable[..., Any], ...]]:
-    if ordered and isinstance(module, tuple | list) and len(module) == order.chunks:
-        return [tuple(c) if isinstance(c, tuple | list) else (c,) for c in module]
-    return [tuple(module) if isinstance(module, tuple | list) else (module,)]
-
-
-def _root(module: Any) -> nn.Module:
-    if isinstance(module, nn.Module):
-        return module
-    return nn.ModuleList([_root(entry) if not isinstance(entry, nn.Module) else entry for entry in module])
-
-
-def _eager_call(chunks: list[tuple[Callable[..., Any], ...]]) -> Callable[..., tuple[Any, None]]:
+def _eager_call(chunks: tuple[tuple[Callable[..., Any], ...], ...]) -> Callable[..., tuple[Any, None]]:
     def call(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, None]:
         return run_plain(chunks[step.chunk], args, kwargs), None
 
@@ -355,6 +347,10 @@ def _difference(a: Any, b: Any) -> str | None:
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _kind(value: Any) -> str:

@@ -91,6 +91,7 @@ class Backend(ABC):
     def stream_key(self) -> object:
         """Identifies the current stream; equal keys mean the same stream."""
 
+    @abstractmethod
     def wait_stream(self, key: object) -> None:
         """Let the current stream wait for the work so far of the stream that `stream_key` named."""
 

@@ -234,6 +234,11 @@ class CudaBackend(Backend):
     def stream_key(self) -> object:
         return (self.device.index, torch.cuda.current_stream(self.device).cuda_stream)
 
+    def wait_stream(self, key: object) -> None:
+        assert isinstance(key, tuple)
+        other: Any = torch.cuda.ExternalStream(key[1], device=self.device)  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream(self.device).wait_stream(other)
+
     def record_event(self) -> CudaEvent:
         return CudaEvent(self.device)
 

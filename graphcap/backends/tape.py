@@ -1,7 +1,7 @@
 """A CUDA graph on the CPU: records operators, replays them on the same memory, and is as merciless as the real one.
 
-After a capture there is poison (NaN, 0) where a real capture leaves garbage; memory that a real pool may hand to
-a later capture is poisoned when that capture's graph is replayed; Python does not run at a replay. It is for tests: a wrong
+After a capture there is poison (NaN, 0) where a real capture leaves garbage; memory that a real pool gives to a later
+capture is poisoned when that capture's graph is replayed; Python does not run at a replay. It is for tests: a wrong
 order, a stale read or a lifetime that is too short becomes a NaN on any machine.
 """
 
@@ -34,6 +34,8 @@ class TapeGraph(Graph):
         self._temporaries: list[Memory] = []
         # Memory of earlier captures that was dead when this one began: a real pool may have put ours into it.
         self._reuses: list[ReferenceType[Memory]] = [ref(memory) for memory in reuses]
+        # Later graphs whose memory may be in ours (only filled where the backend imitates reuse both ways).
+        self._lent_to: list[ReferenceType[TapeGraph]] = []
         self._state = "recording"
 
     def close(self, recorder: Recorder) -> None:
@@ -62,6 +64,15 @@ class TapeGraph(Graph):
                 memory.poisoned = reads_poison
             for memory in self._temporaries:
                 memory.poison()
+            for borrower in self._lent_to:
+                for memory in getattr(borrower(), "born", ()):
+                    memory.poison()
+
+    def lend_to(self, later: TapeGraph) -> None:
+        """Replaying this graph also overwrites what `later` left, if `later` may live in memory that was ours."""
+        mine = {id(memory) for memory in self._born}
+        if any(id(reference()) in mine for reference in later._reuses):
+            self._lent_to.append(ref(later))
 
     def _check_memory(self) -> None:
         for memory in (*self._outside, *self._born):
@@ -70,7 +81,7 @@ class TapeGraph(Graph):
 
     def reset(self) -> None:
         self._records, self._program = [], None
-        self._born, self._outside, self._temporaries, self._reuses = [], [], [], []
+        self._born, self._outside, self._temporaries, self._reuses, self._lent_to = [], [], [], [], []
         self._state = "reset"
 
     @property
@@ -85,8 +96,9 @@ class TapeGraph(Graph):
 class TapePool(Pool):
     """Knows its captures in order, as long as their graphs live."""
 
-    def __init__(self) -> None:
+    def __init__(self, reuse_both_ways: bool) -> None:
         self._graphs: list[ReferenceType[TapeGraph]] = []
+        self._reuse_both_ways = reuse_both_ways
 
     @property
     def handle(self) -> object:
@@ -103,14 +115,17 @@ class TapePool(Pool):
         return [memory for memory in self._born() if memory.is_dead(lone)]
 
     def add(self, graph: TapeGraph) -> None:
-        self._graphs = [reference for reference in self._graphs if reference() is not None]
-        self._graphs.append(ref(graph))
+        if self._reuse_both_ways:
+            for earlier in self._alive():
+                earlier.lend_to(graph)
+        self._graphs = [ref(alive) for alive in (*self._alive(), graph)]
+
+    def _alive(self) -> list[TapeGraph]:
+        return [graph for reference in self._graphs if (graph := reference()) is not None]
 
     def _born(self) -> Iterator[Memory]:
-        for reference in self._graphs:
-            graph = reference()
-            if graph is not None:
-                yield from graph.born
+        for graph in self._alive():
+            yield from graph.born
 
 
 class TapeEvent(Event):
@@ -121,16 +136,23 @@ class TapeEvent(Event):
 
 
 class TapeBackend(Backend):
-    """Records on the CPU."""
+    """Records on the CPU.
+
+    Reuse in a real pool goes both ways: a capture B that began when memory of an earlier capture A was dead (A's
+    temporaries are) may live in that memory. Replaying B then overwrites what was A's, and replaying A again
+    overwrites what B left. The first is always imitated, the second with `reuse_both_ways`: it finds a graph that is
+    replayed again while results of a later capture of its pool are still needed.
+    """
 
     name = "tape"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, reuse_both_ways: bool = False) -> None:
         super().__init__(device)
         self._registry = Registry()
+        self._reuse_both_ways = reuse_both_ways
 
     def new_pool(self, handle: object | None = None) -> TapePool:
-        return handle if isinstance(handle, TapePool) else TapePool()
+        return handle if isinstance(handle, TapePool) else TapePool(self._reuse_both_ways)
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -182,6 +204,9 @@ class TapeBackend(Backend):
 
     def stream_key(self) -> object:
         return "cpu"
+
+    def wait_stream(self, key: object) -> None:
+        return None
 
     def record_event(self) -> TapeEvent:
         return TapeEvent()

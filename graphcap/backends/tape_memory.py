@@ -70,7 +70,10 @@ class Memory:
 
 
 def all_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+    """A view of the whole storage with its own version counter."""
+    # Not an inference tensor, whatever mode the user records under: those can't be written outside of it.
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def poison_byte(dtype: torch.dtype) -> int:

@@ -1,0 +1,7 @@
+"""`python -m graphcap` is the command `graphcap`."""
+
+import sys
+
+from graphcap.cli import main
+
+sys.exit(main())

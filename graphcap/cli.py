@@ -1,0 +1,193 @@
+"""The command `graphcap`: demo, order, doctor. Exit codes: 0 well, 1 something differs or fails, 2 a wrong call."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from graphcap import demo, doctor, order_table
+from graphcap.errors import GraphcapError, PlanError
+
+TAPE_TIMES = "The tape is for tests: on it times mean nothing."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; `argv` defaults to the process's arguments. Returns the exit code."""
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed the usage, or the help
+        return stop.code if isinstance(stop.code, int) else 2
+    try:
+        code: int = arguments.run(arguments)
+    except (GraphcapError, OSError) as error:  # OSError: the file of --json
+        print(f"graphcap {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="graphcap", description="CUDA graphs where a model's shapes allow.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_demo(commands.add_parser("demo", help="train a graphed model beside its eager twin and compare every bit"))
+    _add_order(commands.add_parser("order", help="the steps of a schedule, their live ranges and slots"))
+    command = commands.add_parser("doctor", help="what this machine can do")
+    command.set_defaults(run=_doctor)
+    return parser
+
+
+# ----------------------------------------------------------------------------------------------------------------- demo
+
+
+def _add_demo(command: argparse.ArgumentParser) -> None:
+    default = demo.DemoSettings()
+    add = command.add_argument
+    add("--steps", type=_count, default=default.steps)
+    add("--pattern", default=default.pattern, help="layers: M Mamba-2, * attention, - MLP, E experts, [..] a group")
+    add("--backend", choices=("auto", "tape", "cuda"), default=default.backend)
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    add("--dtype", choices=tuple(demo.DTYPES), default=default.dtype)
+    add("--schedule", choices=("none", "1f1b", "interleaved"), default=default.schedule)
+    add("--microbatches", type=_count, help="default: 1 without a schedule, else 4")
+    add("--chunks", type=_count, help="chunks of the model, for interleaved; default 2")
+    add("--hidden", type=_count, default=default.hidden, help="width of the residual stream")
+    add("--experts", type=_count, default=default.experts)
+    add("--top-k", type=_count, default=default.top_k, help="experts that a token visits")
+    add("--tokens", type=_count, default=default.tokens, help="bytes of text per microbatch")
+    add("--seed", type=int, default=default.seed)
+    add("--json", type=Path, metavar="FILE", help="also write the results there")
+    command.set_defaults(run=_demo)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise PlanError(f"--json {arguments.json}: no such folder")  # before the work, not after it
+    names = demo.DemoSettings.__dataclass_fields__
+    settings = demo.DemoSettings(**{name: getattr(arguments, name) for name in names})
+    console = Console(highlight=False, soft_wrap=True)
+    facts: list[demo.CaptureFacts] = []
+    columns = (TextColumn("training side by side"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=settings.steps)
+
+        def on_capture(found: demo.CaptureFacts) -> None:
+            facts.append(found)
+            console.print(_capture_text(settings, found), markup=False)
+
+        def on_step(step: demo.DemoStep) -> None:
+            console.print(_step_text(step), markup=False)
+            progress.advance(bar)
+
+        result = demo.run(settings, on_capture, on_step)
+    console.print(_result_text(facts[0], result), markup=False)
+    if arguments.json is not None:
+        arguments.json.write_text(_json(settings, facts[0], result), encoding="utf-8")
+    return 0 if result.equal else 1
+
+
+def _capture_text(settings: demo.DemoSettings, facts: demo.CaptureFacts) -> str:
+    chosen = settings.resolved()
+    order = f"order    {chosen.order}\n" if settings.schedule != "none" else ""
+    return (
+        f"backend  {facts.backend} on {facts.device}, {settings.dtype}, torch {torch.__version__}\n"
+        f"model    {settings.pattern}, hidden {settings.hidden}, {settings.experts} experts, top {settings.top_k}; "
+        f"{chosen.order.microbatches} x {settings.tokens} bytes of text a step\n{order}"
+        f"plan     {facts.plan}\n\n"
+        f"step   loss eager   loss graphed   outputs, gradients, buffers, weights"
+    )
+
+
+def _step_text(step: demo.DemoStep) -> str:
+    verdict = "equal" if step.difference is None else "DIFFERENT"
+    return f"{step.step:4}   {step.eager_loss:10.7f}   {step.graphed_loss:12.7f}   {verdict}"
+
+
+def _result_text(facts: demo.CaptureFacts, result: demo.DemoResult) -> str:
+    lines = ["", result.verdict]
+    lines += [f"no token ever went to {layer} {', '.join(experts)}" for layer, experts in _idle(result).items()]
+    lines.append(
+        f"{facts.operations} operations captured; {result.replays} calls replayed, {result.eager_calls} run eagerly"
+    )
+    if result.steps:
+        eager, graphed = result.eager_seconds * 1e3, result.graphed_seconds * 1e3
+        lines.append(f"forward and backward, median per step: eager {eager:.2f} ms, graphed {graphed:.2f} ms")
+    if facts.backend == "tape":
+        lines.append(TAPE_TIMES)
+    return "\n".join(lines)
+
+
+def _idle(result: demo.DemoResult) -> dict[str, list[str]]:
+    """Experts without a token, by layer."""
+    found: dict[str, list[str]] = {}
+    for name in result.idle:
+        layer, _, rest = name.partition(".expert_mlps.")
+        experts = found.setdefault(f"{layer}.expert_mlps", [])
+        experts += [] if rest.split(".")[0] in experts else [rest.split(".")[0]]
+    return found
+
+
+def _json(settings: demo.DemoSettings, facts: demo.CaptureFacts, result: demo.DemoResult) -> str:
+    times_mean = TAPE_TIMES if facts.backend == "tape" else "seconds of forward and backward"
+    content = {
+        "torch": str(torch.__version__),
+        "settings": asdict(settings),
+        "order": str(settings.resolved().order),
+        "capture": asdict(facts),
+        "result": asdict(result),
+        "times": times_mean,
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+# ----------------------------------------------------------------------------------------------------- order and doctor
+
+
+def _add_order(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--schedule", required=True, metavar="NAME", help=", ".join(order_table.SCHEDULES))
+    add("--pp", type=_count, required=True, help="ranks of the pipeline")
+    add("--rank", type=int, required=True, help="whose order, from 0")
+    add("--microbatches", type=_count, required=True)
+    add("--chunks", type=_count, default=2, help="chunks per rank, for schedules with several")
+    add("--layers", type=_count, default=1, help="layers in every chunk")
+    command.set_defaults(run=_order)
+
+
+def _order(arguments: argparse.Namespace) -> int:
+    order = order_table.named(
+        arguments.schedule,
+        pp=arguments.pp,
+        rank=arguments.rank,
+        microbatches=arguments.microbatches,
+        chunks=arguments.chunks,
+        layers=arguments.layers,
+    )
+    console = Console(highlight=False)
+    console.print(str(order), markup=False, soft_wrap=True)
+    console.print(order_table.render(order))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    """1 if something does not work."""
+    report = doctor.examine()
+    Console(highlight=False).print(doctor.render(report))
+    return 1 if report.worst == "fail" else 0
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value

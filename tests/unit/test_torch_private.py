@@ -1,0 +1,168 @@
+"""Each private name of torch that we lean on: there, and doing what its docstring says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphcap import _torch_private as private
+
+
+def test_storage_key() -> None:
+    x = torch.ones(4)
+    assert private.storage_key(x) == private.storage_key(x[1:])
+    assert private.storage_key(x) != private.storage_key(x.clone())
+
+
+def test_storage_holders() -> None:
+    lone = private.lone_storage_holders()
+    x = torch.ones(4)
+    assert private.storage_holders(x) == lone
+    view = x[1:]
+    assert private.storage_holders(x)[0] > lone[0]
+    del view
+    assert private.storage_holders(x) == lone
+    storage = x.untyped_storage()
+    assert private.storage_holders(x)[1] > lone[1]
+    del storage
+    assert private.storage_holders(x) == lone
+    leaf = torch.ones(4, requires_grad=True)
+    y = leaf.exp()
+    detached = y.detach()
+    del y
+    assert private.storage_holders(detached) == lone, "nothing but the dropped graph held it"
+    kept = leaf.exp()
+    seen = kept.detach()
+    graph = kept.sum()
+    del kept
+    assert private.storage_holders(seen)[0] > lone[0], "autograd still needs it"
+    del graph
+    assert private.storage_holders(seen) == lone
+
+
+def test_storage_on_address() -> None:
+    x = torch.arange(4.0)
+    storage = private.storage_on_address(x.data_ptr(), 16, x.device)
+    alias = torch.empty(0).set_(storage, 0, (4,), (1,))
+    alias[0] = 7
+    assert x[0] == 7
+    assert private.storage_holders(x) == private.lone_storage_holders()
+    del alias, storage
+    assert x.tolist() == [7, 1, 2, 3]
+
+
+def test_conjugate_and_negative_bits() -> None:
+    x = torch.tensor([1 + 2j])
+    alias = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), 0, (1,), (1,))
+    private.set_conjugate_and_negative(alias, True, False)
+    assert alias.is_conj()
+    assert alias.resolve_conj().item() == 1 - 2j
+    imag = x.conj().imag
+    assert imag.is_neg()
+    alias = torch.empty(0).set_(imag.untyped_storage(), imag.storage_offset(), (1,), (2,))
+    private.set_conjugate_and_negative(alias, False, True)
+    assert alias.is_neg()
+    assert alias.resolve_neg().item() == -2
+
+
+def test_generator_key() -> None:
+    generator = torch.Generator()
+    assert private.generator_key(generator) == private.generator_key(generator)
+    assert private.generator_key(generator) != private.generator_key(torch.default_generator)
+
+
+class _Modes(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        raise AssertionError("a mode of the caller saw an operator")
+
+
+class _Calls(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        raise AssertionError("a mode of the caller saw a call")
+
+
+def test_neutral_dispatch_hides_the_callers_modes() -> None:
+    x, w = torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)
+    neutral = private.neutral_dispatch
+    with torch.autocast("cpu", torch.bfloat16), _Calls(), _Modes(), neutral():
+        y = torch.mm(x, w)
+        w.add_(1)  # autograd would refuse this of a leaf
+    assert y.dtype == torch.float32
+    assert not y.requires_grad
+    assert torch.utils._python_dispatch._len_torch_dispatch_stack() == 0
+    with torch.inference_mode(), neutral():
+        assert not torch.is_inference_mode_enabled()
+        assert not torch.ones(1).is_inference()
+
+
+def test_neutral_dispatch_ends_with_an_error() -> None:
+    with pytest.raises(KeyError), private.neutral_dispatch():
+        raise KeyError
+    assert (torch.ones(1, requires_grad=True) * 2).requires_grad
+    assert torch.is_grad_enabled()
+
+
+def test_is_composite() -> None:
+    assert private.is_composite(torch.ops.aten.linear.default)
+    assert not private.is_composite(torch.ops.aten.mm.default)
+    assert not private.is_composite(torch.ops.aten.silu_backward.default), "it has a recipe and kernels"
+
+
+def test_overrides_dispatch() -> None:
+    class Plain(torch.Tensor):
+        pass
+
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return func(*args, **(kwargs or {}))
+
+    assert not private.overrides_dispatch(torch.ones(1))
+    assert not private.overrides_dispatch(torch.nn.Parameter(torch.ones(1)))
+    assert not private.overrides_dispatch(torch.ones(1).as_subclass(Plain))
+    assert private.overrides_dispatch(torch.ones(1).as_subclass(Own))
+    with private.fake_mode() as mode:
+        assert private.overrides_dispatch(private.to_fake(mode, torch.ones(1)))
+
+
+def test_functorch() -> None:
+    assert not private.in_functorch_transform()
+    seen = []
+    torch.func.vmap(lambda x: seen.append(private.in_functorch_transform()) or x)(torch.ones(2))
+    assert seen == [True]
+
+
+def test_fake_mode() -> None:
+    mode = private.fake_mode()
+    twin = private.to_fake(mode, torch.ones(2, 3).t())
+    with mode:
+        result = torch.multinomial(twin, 2)
+    assert tuple(result.shape) == (3, 2)
+    assert tuple(twin.stride()) == (1, 3)
+
+
+def test_python_nodes() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    x = torch.ones(2, requires_grad=True)
+    y = Twice.apply(x) + Twice.apply(x.exp())
+    assert [type(node).__name__ for node in private.python_nodes([y, x])] == ["TwiceBackward", "TwiceBackward"]
+    assert private.python_nodes([x * 2]) == []
+
+
+@pytest.mark.gpu
+def test_end_allocate_to_pool() -> None:
+    """Ends what a begin opened; on what is not open it raises RuntimeError, which the recovery counts on."""
+    device = torch.device("cuda", 0)
+    pool = torch.cuda.MemPool()
+    torch._C._cuda_beginAllocateCurrentThreadToPool(0, pool.id)
+    private.end_allocate_to_pool(device, pool.id)
+    with pytest.raises(RuntimeError):
+        private.end_allocate_to_pool(device, pool.id)
