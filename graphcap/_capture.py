@@ -25,6 +25,7 @@ from graphcap._warmup import (
     UnitFacts,
     WarmupFacts,
     differentiate,
+    distinct_tensors,
     entry_values,
     proxy_of,
     run_part,
@@ -126,7 +127,7 @@ class Recorder:
         self.hold = self.plan.config.retain_graph
         self.operations = 0
 
-    def run(self, kept: list[torch.Tensor]) -> CaptureSet:
+    def run(self, kept: list[Any]) -> CaptureSet:
         """Record in the order of the plan: a graph set's forward at its first F, its backward at its first B (or I)."""
         plan = self.plan
         works: dict[tuple[int, int], _Work] = {}
@@ -176,7 +177,11 @@ class Recorder:
 
     def _stand_in(self, work: _Work, part: PartFacts) -> None:
         """An eager part does not run while recording: what it made in warm-up stands for its outputs."""
-        made = [v.detach().requires_grad_(s.requires_grad) for v, s in zip(part.values, part.made, strict=True)]
+        came = distinct_tensors([work.env[name] for name in part.part.reads])
+        made = [
+            came[number] if number is not None else value.detach().requires_grad_(spec.requires_grad)
+            for value, spec, number in zip(part.values, part.made, part.returned, strict=True)
+        ]
         leaves = [made[leaf.place] if isinstance(leaf, OutIndex) else leaf for leaf in part.make_leaves]
         work.env.update(zip(part.part.makes, _rebuild(part, leaves), strict=True))
         work.running.append(None)
@@ -241,7 +246,7 @@ class Recorder:
                 f"{[str(s) for s in part.made]} in warm-up: it takes another branch while it is captured"
             )
         for leaf, expected in zip(running.make_leaves, part.make_leaves, strict=True):
-            if leaf != expected and not same_constant(leaf, expected):
+            if not same_constant(leaf, expected):
                 raise CaptureError(
                     f"part {part.part.name} returned {leaf!r} while recording but {expected!r} in warm-up; a graph would "
                     "freeze it"
@@ -298,6 +303,8 @@ class Recorder:
                     found, _ = differentiate(outputs, wanted, arriving, work.facts.reentrant, retain_graph=keep)
                     results = list(found)
                     self._add(results, len(inputs), indices)
+                    if self.plan.config.grads == "alias":
+                        results[len(inputs) :] = _apart(results[len(inputs) :])
                     if recorded:
                         results = _share_results(results, recorded[0].results)
             self.operations += graph.operations
@@ -323,12 +330,7 @@ class Recorder:
 
 def run_inputs(part: PartFacts, env: dict[str, Any], proxy: Any) -> dict[int, torch.Tensor]:
     """The proxies of a part's inputs, made before recording begins; keyed by the id of the tensor that came."""
-    leaves, _ = flatten([env[name] for name in part.part.reads])
-    made: dict[int, torch.Tensor] = {}
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
-            made[id(leaf)] = proxy(leaf)
-    return made
+    return {id(tensor): proxy(tensor) for tensor in distinct_tensors([env[name] for name in part.part.reads])}
 
 
 def accumulate_buffers(facts: WarmupFacts) -> dict[int, torch.Tensor]:
@@ -357,7 +359,7 @@ def record(
     facts: WarmupFacts,
     backend: Backend,
     pool: object | None,
-    kept: list[torch.Tensor],
+    kept: list[Any],
     generators: Sequence[torch.Generator] = (),
 ) -> CaptureSet:
     """Record everything; the caller keeps and restores state, and has set up aliases and the backend's session."""
@@ -372,6 +374,17 @@ def record(
         raise CaptureError(f"out of memory while recording: {error}") from error
     except Exception as error:
         raise CaptureError(f"recording failed: {type(error).__name__}: {error}") from error
+
+
+def _apart(results: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Gradients that become `.grad` as they are: no two of them on one memory (the gradients of a and b in a + b are)."""
+    seen: set[int] = set()
+    apart: list[torch.Tensor | None] = []
+    for result in results:
+        place = 0 if result is None else result.untyped_storage().data_ptr()
+        apart.append(result.clone() if result is not None and place in seen else result)
+        seen.add(place)
+    return apart
 
 
 def _share_results(

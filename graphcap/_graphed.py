@@ -242,7 +242,7 @@ class Graphed(nn.Module):
         object.__setattr__(self, "_chunks", chunks)
         object.__setattr__(self, "_steps", Steps(runner.plan.order, self._call_step))
         self.training = module.training
-        self._register_load_state_dict_pre_hook(_into_module)  # type: ignore[no-untyped-call]
+        self._register_load_state_dict_pre_hook(_into_module, with_module=True)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_report_own_names)  # type: ignore[no-untyped-call]
 
     # ----------------------------------------------------------------------------------------------------- properties
@@ -264,7 +264,7 @@ class Graphed(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """`graphed(x)`: the module's outputs. `graphed.forward(step, x)`: the F step of an order, e.g. "0F1"."""
         if args and _is_step(args[0]):
-            return self._steps.forward(args[0], args[1:], kwargs)
+            return self._steps_ready().forward(args[0], args[1:], kwargs)
         order = self.plan.order
         if order.chunks * order.microbatches > 1:
             raise PlanError(
@@ -399,13 +399,17 @@ def _is_step(value: Any) -> bool:
     return isinstance(value, Step) or (isinstance(value, str) and _STEP_TEXT.fullmatch(value) is not None)
 
 
-def _into_module(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Loading through a parent: our keys have the module's own names."""
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        if not key.startswith(f"{prefix}module."):
-            state_dict[f"{prefix}module.{key[len(prefix):]}"] = state_dict.pop(key)
+def _into_module(
+    graphed: Graphed, state_dict: dict[str, Any], prefix: str, _: Any, __: Any, ___: Any, ____: Any, errors: list[str]
+) -> None:
+    """Loading through a parent, which hands the entries from child to child: ours have the module's own names."""
+    own = [key for key in state_dict if key.startswith(prefix)]
+    state_dict.update({f"{prefix}module.{key[len(prefix):]}": state_dict.pop(key) for key in own})
+    object.__setattr__(graphed, "_loading", (prefix, errors))
 
 
-def _report_own_names(module: nn.Module, incompatible: Any) -> None:
-    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
-        keys[:] = [key.replace("module.", "", 1) for key in keys]
+def _report_own_names(graphed: Graphed, incompatible: Any) -> None:
+    """After `_into_module`: what is reported has the module's own names again."""
+    prefix, errors = graphed._loading
+    for names in (incompatible.missing_keys, incompatible.unexpected_keys, errors):
+        names[:] = [name.replace(f"{prefix}module.", prefix, 1) for name in names]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -198,13 +200,21 @@ def _known(parameters: Parameters, real: torch.Tensor) -> int:
 def leaves_of(outputs: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     """The leaf tensors that outputs were computed from, each with the number of edges that lead to it."""
     edges: dict[int, list[Any]] = {}
+    for _, leaf in leaf_edges(outputs):
+        edges.setdefault(id(leaf), [leaf, 0])[1] += 1
+    return [(variable, count) for variable, count in edges.values()]
+
+
+def leaf_edges(outputs: Iterable[torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Every edge of the autograd graph that ends in a leaf: the node that it comes from (None for an output that is a
+    leaf itself), and the leaf."""
     seen: set[Any] = set()
     stack = []
     for output in outputs:
         if output.grad_fn is not None:
             stack.append(output.grad_fn)
         elif output.requires_grad:
-            edges.setdefault(id(output), [output, 0])[1] += 1
+            yield None, output
     seen.update(stack)
     while stack:
         node = stack.pop()
@@ -213,11 +223,10 @@ def leaves_of(outputs: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]
                 continue
             variable = getattr(following, "variable", None)
             if variable is not None:
-                edges.setdefault(id(variable), [variable, 0])[1] += 1
+                yield node, variable
             elif following not in seen:
                 seen.add(following)
                 stack.append(following)
-    return [(variable, count) for variable, count in edges.values()]
 
 
 # --------------------------------------------------------------------------------------------------- state that is kept
@@ -226,14 +235,15 @@ _SIMPLE = bool | int | float | complex | str | bytes | None
 
 
 @contextmanager
-def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
+def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
     """Warm-up and recording run the forward; afterwards buffers (identity and value), tensor and plain attributes,
     lists, dicts and sets, generators, training flags and gradient tensors are as before, also after a failure.
 
-    Gives a list that afterwards holds the tensors that were bound inside and are unbound again: a graph may read them,
-    so whoever keeps the graph keeps the list.
+    Gives a list that afterwards holds what was bound inside and is unbound again: a graph may read its tensors, so
+    whoever keeps the graph keeps the list.
     """
-    unbound: list[torch.Tensor] = []
+    unbound: list[Any] = []
+    host_generators = _host_generators()
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
     bindings: list[tuple[dict[str, Any], str, Any]] = []
     absent: list[tuple[dict[str, Any], frozenset[str]]] = []
@@ -241,8 +251,9 @@ def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
     generators: list[tuple[torch.Generator, torch.Tensor]] = []
     seen: set[int] = set()
     for module in (m for top in modules for m in top.modules()):
-        for table in (module._buffers, module.__dict__):
-            absent.append((table, frozenset(table)))
+        tables = (module._parameters, module._modules, module._buffers, module.__dict__)
+        absent += [(table, frozenset(table)) for table in tables]
+        for table in tables[2:]:
             for name, value in table.items():
                 if isinstance(value, torch.Tensor | _SIMPLE):
                     bindings.append((table, name, value))
@@ -265,11 +276,7 @@ def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
         yield unbound
     finally:
         for table, names in absent:
-            for name in [name for name in table if name not in names]:
-                if isinstance(table[name], torch.Tensor):
-                    unbound.append(table.pop(name))
-                elif isinstance(table[name], _SIMPLE):
-                    del table[name]
+            unbound += [table.pop(name) for name in [name for name in table if name not in names]]
         for table, name, value in bindings:
             bound = table.get(name)
             if bound is not value and isinstance(bound, torch.Tensor):
@@ -277,6 +284,7 @@ def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
             table[name] = value
         for container, copy in containers:
             _refill(container, copy)
+        _set_host_generators(host_generators)
         for generator, state in generators:
             generator.set_state(state)
         with torch.no_grad():
@@ -303,12 +311,14 @@ def kept_autocast() -> Iterator[None]:
 
 
 def plain_attributes(modules: Iterable[nn.Module]) -> dict[tuple[int, str], tuple[str, Any]]:
-    """Attributes whose change at every call would be lost at replay: numbers, texts, bound tensors, and what lists and
-    dicts hold of these."""
-    found: dict[tuple[int, str], tuple[str, Any]] = {}
+    """Host state whose change at every call would be lost at replay: attributes that are numbers, texts, bound tensors,
+    or lists and dicts of these; and Python's and NumPy's random generators."""
+    found: dict[tuple[int, str], tuple[str, Any]] = {
+        (0, name): (f"the state of the generator {name}", state) for name, state in _host_generators().items()
+    }
     for module in (m for top in modules for m in top.modules()):
         for name, value in module.__dict__.items():
-            label = f"{type(module).__name__}.{name}"
+            label = f"the attribute {type(module).__name__}.{name}"
             if name in ("training", "_is_full_backward_hook"):
                 continue
             if isinstance(value, _SIMPLE):
@@ -319,8 +329,24 @@ def plain_attributes(modules: Iterable[nn.Module]) -> dict[tuple[int, str], tupl
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 found[id(module), name] = (label, [(k, v if isinstance(v, _SIMPLE) else id(v)) for k, v in items])
         for name, buffer in module._buffers.items():
-            found[id(module), name] = (f"{type(module).__name__}.{name}", id(buffer))
+            found[id(module), name] = (f"the attribute {type(module).__name__}.{name}", id(buffer))
     return found
+
+
+def _host_generators() -> dict[str, Any]:
+    states: dict[str, Any] = {"random": random.getstate()}
+    if "numpy" in sys.modules:  # torch does without, and so do we
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy.random"] = (kind, keys.tobytes(), *rest)
+    return states
+
+
+def _set_host_generators(states: dict[str, Any]) -> None:
+    random.setstate(states["random"])
+    if "numpy.random" in states:
+        numpy = sys.modules["numpy"]
+        kind, keys, *rest = states["numpy.random"]
+        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
 
 
 def changed_attributes(
@@ -336,9 +362,9 @@ def refuse_host_effects(
     for key, (label, value) in after.items():
         if key not in before or before[key][1] != value:
             raise CutError(
-                f"part {part}: its Python sets the attribute {label} at every call. Python does not run at replay, so "
-                "the attribute would keep the value of the capture. Move this work into an EAGER part, keep the value in "
-                "a buffer that is changed in place, or return it as an output"
+                f"part {part}: its Python changes {label} at every call. Python does not run at replay, so the graph would "
+                "repeat what it did at capture. Move this work into an EAGER part, keep the value in a buffer that is changed "
+                "in place (a random choice: draw it with torch on the device), or return it as an output"
             )
 
 

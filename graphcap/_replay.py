@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from graphcap import _torch_private as private
 from graphcap._capture import BackwardGraph, CaptureSet, GraphSet, PartGraphs
 from graphcap._plan import PartPlan
 from graphcap._tensors import Structure, compact, flatten, same_constant, unflatten
-from graphcap._warmup import OutIndex, PartFacts, entry_values, run_call
+from graphcap._warmup import OutIndex, PartFacts, Pattern, distinct_tensors, entry_values, run_call
 from graphcap.errors import InFlightError, InputMismatch, ReplayError, StateError
 from graphcap.order import Phase
 from graphcap.partial_layer import NOTHING
@@ -26,15 +27,21 @@ class Flight:
     """One forward whose backward is still to come. The slot refers to it weakly: when the last autograd node that holds
     it is gone (the caller dropped the result), the slot is free."""
 
-    __slots__ = ("__weakref__", "done", "finished", "generation", "input_results", "on_finish", "phase")
+    __slots__ = ("__weakref__", "done", "ending", "finished", "generation", "input_results", "on_finish", "phase")
 
     def __init__(self, generation: int, on_finish: Callable[[], None]) -> None:
         self.generation = generation
         self.phase = Phase.B
-        self.finished = False
+        self.finished = self.ending = False
         self.done: set[tuple[int, Phase]] = set()
         self.input_results: dict[int, list[torch.Tensor | None]] = {}
         self.on_finish = on_finish
+
+    def finish_after_backward(self) -> None:
+        """The running backward pass is the last one, whichever parts it reaches."""
+        if not self.ending:
+            self.ending = True
+            private.after_backward(self.finish)
 
     def finish(self) -> None:
         if not self.finished:
@@ -109,6 +116,18 @@ class _Memory:
     zero: bool = False  # it holds zeros: no need to write them again
 
 
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """A parameter into whose gradient buffer the graph adds; `home`: the attribute that holds the buffer; `result`: its
+    number among the part's results."""
+
+    parameter: torch.nn.Parameter
+    buffer: torch.Tensor
+    name: str
+    home: str
+    result: int
+
+
 class BoundPart:
     """One graphed part of one graph set, ready to run."""
 
@@ -125,12 +144,22 @@ class BoundPart:
         self.leaving = frozenset() if alias_outputs else _leaving(self.facts)
         real = capture.parameters.real
         self.returned = [real[i] for i in self.facts.parameters if i not in capture.buffers]
-        self.added = [(real[i], capture.buffers[i], capture.parameters.names[i]) for i in self.facts.parameters if i in capture.buffers]
+        self.added = [
+            _Added(
+                real[i],
+                capture.buffers[i],
+                capture.parameters.names[i],
+                "main_grad" if getattr(real[i], "main_grad", None) is capture.buffers[i] else "grad",
+                len(self.facts.grad_inputs) + n,
+            )
+            for n, i in enumerate(self.facts.parameters)
+            if i in capture.buffers
+        ]
         self._returned_at = [n for n, i in enumerate(self.facts.parameters) if i not in capture.buffers]
         self.fresh_inputs = {
             n: not graphs.linked[n] for n in self.facts.grad_inputs
         }
-        self.is_first = False
+        self._choices: dict[tuple[Phase, Pattern], tuple[BackwardGraph | None, frozenset[int]]] = {}
 
     # ------------------------------------------------------------------------------------------------------ forward
 
@@ -181,21 +210,20 @@ class BoundPart:
         if all(gradient is None for gradient in arrived):
             return nothing
         self._require_valid(flight, phase)
-        graph, missing = self._choose(phase, arrived)
+        graph, reached = self._choose(phase, arrived)
         if graph is None and phase is not Phase.W:
             return nothing
         if phase is not Phase.W:
             self._copy_gradients(arrived)
         if phase is not Phase.I:
-            self._bind_buffers()
+            self._bind_buffers(reached)
+            flight.finish_after_backward()
         if graph is not None:  # a part without parameters has nothing to do in a W step but to hand on
             graph.graph.replay()
-        results = self._results(flight, phase, graph, missing)
+        results = self._results(flight, phase, graph, reached)
         flight.done.add((self.index, phase))
         if phase is not Phase.I:
-            self._fire_hooks()
-            if self.is_first:
-                flight.finish()
+            self._fire_hooks(reached)
         return results
 
     def _phase(self, flight: Flight) -> Phase:
@@ -219,20 +247,17 @@ class BoundPart:
     def _choose(
         self, phase: Phase, arrived: Sequence[torch.Tensor | None]
     ) -> tuple[BackwardGraph | None, frozenset[int]]:
-        """The backward graph for the gradients that arrived. Where none was recorded for just these, the one for all
-        outputs runs on zeros, and what only the missing ones lead to stays None."""
-        graphs = self.graphs.backward.get(phase, ())
+        """The backward graph for the gradients that arrived, and which results they lead to. Where none was recorded for
+        just these, the one for all outputs runs on zeros, and what only the missing ones lead to stays None."""
         pattern = tuple(gradient is not None for gradient in arrived)
-        for graph in graphs:
-            if graph.pattern == pattern:
-                return graph, frozenset()
-        reached: set[int] = set()
-        for there, results in zip(pattern, self.facts.reach, strict=True):
-            if there:
-                reached |= results
-        total = len(self.facts.grad_inputs) + len(self.facts.parameters)
-        every = next((graph for graph in graphs if all(graph.pattern)), None)
-        return every, frozenset(range(total)) - reached
+        choice = self._choices.get((phase, pattern))
+        if choice is None:
+            graphs = self.graphs.backward.get(phase, ())
+            exact = next((graph for graph in graphs if graph.pattern == pattern), None)
+            every = next((graph for graph in graphs if all(graph.pattern)), None)
+            arriving = [results for results, there in zip(self.facts.reach, pattern, strict=True) if there]
+            choice = self._choices[phase, pattern] = (exact or every, frozenset().union(*arriving))
+        return choice
 
     def _copy_gradients(self, arrived: Sequence[torch.Tensor | None]) -> None:
         pairs = []
@@ -249,7 +274,7 @@ class BoundPart:
         _copy(pairs)
 
     def _results(
-        self, flight: Flight, phase: Phase, graph: BackwardGraph | None, missing: frozenset[int]
+        self, flight: Flight, phase: Phase, graph: BackwardGraph | None, reached: frozenset[int]
     ) -> list[torch.Tensor | None]:
         held: tuple[torch.Tensor | None, ...] = () if graph is None else graph.results
         inputs = len(self.facts.grad_inputs)
@@ -261,17 +286,19 @@ class BoundPart:
         else:
             for number, place in enumerate(self.facts.grad_inputs):
                 gradient = held[number]
-                if gradient is not None and number not in missing:
+                if gradient is not None and number in reached:
                     results[place] = gradient
                     if self.fresh_inputs[place]:
                         to_copy.append((place, gradient))
         for n, at in enumerate(self._returned_at):
             gradient = None
-            if phase is not Phase.I and inputs + at not in missing:
+            if phase is not Phase.I and inputs + at in reached:
                 gradient = held[inputs + offset + at]
-            results.append(gradient)
             if gradient is not None and not self.alias_gradients:
                 to_copy.append((len(self.facts.reads) + n, gradient))
+            elif gradient is not None:
+                gradient = gradient.detach()  # autograd keeps a gradient as `.grad` that nobody else refers to
+            results.append(gradient)
         if self.added:
             results.append(None)
         for (place, _), copy in zip(to_copy, fresh([gradient for _, gradient in to_copy]), strict=True):
@@ -280,27 +307,37 @@ class BoundPart:
             flight.input_results[self.index] = results[: len(self.facts.reads)]
         return results
 
-    def _bind_buffers(self) -> None:
-        """grads="accumulate": `.grad` is the buffer that the graph adds into, or becomes it again, zeroed."""
+    def _bind_buffers(self, reached: frozenset[int]) -> None:
+        """grads="accumulate": `.grad` is the buffer that the graph adds into, or becomes it again, zeroed; where no
+        gradient leads to, it stays None as in eager."""
         emptied = []
-        for parameter, buffer, name in self.added:
-            if parameter.grad is buffer or getattr(parameter, "main_grad", None) is buffer:
+        for entry in self.added:
+            if entry.result not in reached:
                 continue
-            if parameter.grad is not None:
+            if getattr(entry.parameter, "_backward_hooks", None):
                 raise StateError(
-                    f"{name}.grad is another tensor than the buffer that the graph adds into: set it to None "
-                    "(zero_grad(set_to_none=True)), zero the buffer in place, or capture with grads='return'"
+                    f"{entry.name} got a tensor hook (register_hook) after capture, which never sees a gradient that the "
+                    "graph adds itself: remove it, or capture with grads='return'"
                 )
-            parameter.grad = buffer
-            emptied.append(buffer)
+            bound = getattr(entry.parameter, entry.home, None)
+            if bound is entry.buffer:
+                continue
+            if bound is not None or entry.home == "main_grad":
+                raise StateError(
+                    f"{entry.name}.{entry.home} is another tensor than the buffer that the graph adds into: put that one "
+                    "back (or set .grad to None, as zero_grad(set_to_none=True) does), zero the buffer in place, or "
+                    "capture with grads='return'"
+                )
+            entry.parameter.grad = entry.buffer
+            emptied.append(entry.buffer)
         if emptied:
             torch._foreach_zero_(emptied)
 
-    def _fire_hooks(self) -> None:
-        for parameter, _, _ in self.added:
-            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-            for hook in list(hooks.values()) if hooks else ():
-                hook(parameter)
+    def _fire_hooks(self, reached: frozenset[int]) -> None:
+        for entry in self.added:
+            hooks = getattr(entry.parameter, "_post_accumulate_grad_hooks", None)
+            for hook in list(hooks.values()) if hooks and entry.result in reached else ():
+                hook(entry.parameter)
 
 
 def _memory(place: int, static: torch.Tensor) -> _Memory:
@@ -367,8 +404,6 @@ class BoundSet:
         ]
         differentiable = [part for part in self.parts if part is not None and part.facts.differentiable]
         self.has_backward = bool(differentiable)
-        if differentiable:
-            differentiable[0].is_first = True
         self._static = {
             tensor.untyped_storage().data_ptr()
             for part in self.parts
@@ -417,7 +452,22 @@ def run_eager(part: PartPlan, facts: PartFacts, env: dict[str, Any]) -> None:
                 f"eager part {part.name}, output {number}: {problem}. What crosses a break must have a static shape and "
                 "value: let the eager part contain whatever changes"
             )
+    _require_identity(part, facts, distinct_tensors([env[name] for name in part.reads]), leaves)
     env.update(zip(part.makes, makes, strict=True))
+
+
+def _require_identity(part: PartPlan, facts: PartFacts, came: list[torch.Tensor], leaves: list[Any]) -> None:
+    """A tensor under two names gets the sum of both gradients in another order than two tensors do."""
+    numbers = {id(tensor): number for number, tensor in enumerate(came)}
+    for leaf, expected in zip(leaves, facts.make_leaves, strict=True):
+        if isinstance(expected, OutIndex) and leaf.requires_grad:
+            now, then = numbers.get(id(leaf)), facts.returned[expected.place]
+            if now != then:
+                what = ("the very tensor that it read", "a new tensor")
+                raise InputMismatch(
+                    f"eager part {part.name} returned {what[now is None]}, but {what[then is None]} at capture: gradients "
+                    "would be added in another order than eager's. Return a new tensor always (x.view_as(x) is one)"
+                )
 
 
 def _output_problem(leaf: Any, expected: Any, facts: PartFacts) -> str | None:

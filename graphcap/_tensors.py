@@ -76,7 +76,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 def tensor_problem(tensor: torch.Tensor) -> str | None:
     """Why a tensor can't be read by a graph, or None."""
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if nn.parameter.is_lazy(tensor):
         return "is not initialised (a lazy module): run the module once first"
     if tensor.device.type == "meta":
         return "is on the meta device: give it memory first (module.to_empty(device=...))"
@@ -199,7 +199,7 @@ def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
     node = _pytree.SUPPORTED_NODES.get(kind)
     if node is not None:
         return node.unflatten_fn(children, structure.context)
-    made = object.__new__(kind)  # a dataclass: its __post_init__ has run for the original already
+    made: Any = object.__new__(kind)  # a dataclass: its __post_init__ has run for the original already
     for name, child in zip(structure.context, children, strict=True):
         object.__setattr__(made, name, child)
     return made
@@ -313,6 +313,19 @@ class CallSpec:
             found = _leaf_difference(expected, leaf, strict=strict, grad_mode=grad_mode)
             if found is not None:
                 return f"{name}: {found}"
+        return self._same_leaf(leaves) if strict and grad_mode else None
+
+    def _same_leaf(self, leaves: Sequence[Any]) -> str | None:
+        """One tensor in two places: its gradients would be added in the order of the arguments, not of their uses."""
+        seen: dict[int, str] = {}
+        for leaf, name in zip(leaves, self.names, strict=True):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                if id(leaf) in seen:
+                    return (
+                        f"{name}: is the same tensor as {seen[id(leaf)]}, and eager would add its gradients in an order that "
+                        "a graph can't know: pass a view in one place (x.view_as(x))"
+                    )
+                seen[id(leaf)] = name
         return None
 
 

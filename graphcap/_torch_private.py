@@ -107,6 +107,11 @@ def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, mode.from_tensor(tensor, static_shapes=True))
 
 
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call this at the end of the backward pass that is running; call it from inside an autograd node."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def python_nodes(roots: Sequence[torch.Tensor]) -> list[Any]:
     """The autograd nodes reachable from `roots` that run a user's Python (torch.autograd.Function)."""
     found: list[Any] = []

@@ -48,6 +48,8 @@ class PartFacts:
     in `made`, or the constant. patterns: which outputs get gradients, one entry per way in which the caller may start a
     backward, the usual one first. gets_grad: which inputs and then parameters receive one. parameters: indices into
     Parameters of those that get a gradient here. reach[i]: which results (inputs, then parameters) output i leads to.
+    repeated, cast: parameters that are used more than once here, that are converted to another dtype here. returned[i]:
+    the place in `reads` of the tensor that an eager part hands on as it came, where output i is one.
     values: copies of what an eager part made, so that recording runs on real values.
     """
 
@@ -64,6 +66,8 @@ class PartFacts:
     parameters: tuple[int, ...]
     reach: tuple[frozenset[int], ...]
     repeated: tuple[int, ...]
+    cast: tuple[int, ...]
+    returned: tuple[int | None, ...]
     values: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -118,6 +122,7 @@ class Running:
     made: list[torch.Tensor] = field(default_factory=list)
     make_leaves: list[Any] = field(default_factory=list)
     make_structure: Structure | None = None
+    returned: list[int | None] = field(default_factory=list)
 
 
 def run(plan: CapturePlan, backend: Backend, parameters: _guards.Parameters) -> WarmupFacts:
@@ -132,6 +137,7 @@ def run(plan: CapturePlan, backend: Backend, parameters: _guards.Parameters) -> 
         units.append(tuple(known[key] for key in keys))
     facts = WarmupFacts(plan, parameters, tuple(units))
     _refuse_ambiguous_sums(facts)
+    _refuse_shared_casts(facts)
     return facts
 
 
@@ -197,7 +203,8 @@ class _Pass:
             if before is not None:
                 _guards.refuse_host_effects(before, _guards.plain_attributes(self.modules), part.name)
             for place, tensor in enumerate(running.made):
-                self.sources[id(tensor)] = (part.index, place)
+                if running.returned[place] is None:
+                    self.sources[id(tensor)] = (part.index, place)
             self._alive.append(running)  # ids are only names while their objects live
             self.running.append(running)
 
@@ -268,25 +275,47 @@ class _Shape:
         self.patterns: list[Pattern] = []
         self.grad_inputs: set[int] = set()
         self.parameters: set[int] = set()
-        self.edges = self._refuse_foreign_leaves() if run_pass.grad else {}
+        self.repeated: set[int] = set()
+        self.cast: set[int] = set()
+        if run_pass.grad:
+            self._note_casts()
+            if running.part.kind is GRAPHED:
+                self._note_leaves()
 
-    def _refuse_foreign_leaves(self) -> dict[int, int]:
-        """Detector D1: every leaf behind a graphed part's outputs is one of its proxies or a parameter."""
+    def _note_casts(self) -> None:
+        for node, leaf in _guards.leaf_edges(t for t in self.running.made if t.requires_grad):
+            index = self._pass.parameters.index_of(leaf)
+            if index is not None and type(node).__name__ == "ToCopyBackward0":
+                self.cast.add(index)
+
+    def _note_leaves(self) -> None:
+        """What a graphed part's outputs lead to gets gradients, whether or not one came in this run: an eager part may
+        send none back for just these samples. Detector D1: every leaf is one of the proxies or a parameter."""
         running = self.running
-        edges: dict[int, int] = {}
-        if running.part.kind is not GRAPHED:
-            return edges
         for leaf, count in _guards.leaves_of(t for t in running.made if t.requires_grad):
             index = self._pass.parameters.index_of(leaf)
+            number = next((i for i, proxy in enumerate(running.proxies) if proxy is leaf), None)
             if index is not None:
-                edges[index] = count
-            elif not any(leaf is proxy for proxy in running.proxies):
+                self.parameters.add(index)
+                self._pass.used_parameters.add(id(self._pass.parameters.real[index]))
+                if count > 1:
+                    self.repeated.add(index)
+            elif number is not None:
+                self.grad_inputs.add(number)
+            else:
                 raise CutError(
                     f"part {running.part.name} uses a tensor of shape {list(leaf.shape)} that requires grad but is "
                     "neither an argument nor a parameter of the captured modules, so its gradient would be lost: "
                     "register it as a parameter, or pass it as an argument"
                 )
-        return edges
+
+    def _reach(self, results: Sequence[torch.Tensor]) -> tuple[frozenset[int], ...]:
+        """Per differentiable output the results that it leads to. What no edge shows (the parameters of a reentrant
+        checkpoint), any output may lead to."""
+        reach = [_reached(tensor, results) for tensor in self.running.made if tensor.requires_grad]
+        every = frozenset(range(len(results)))
+        hidden = every if self._pass.reentrant else every.difference(*reach)
+        return tuple(reached | hidden for reached in reach)
 
     def facts(self, keep_values: bool) -> PartFacts:
         running, run_pass = self.running, self._pass
@@ -294,7 +323,6 @@ class _Shape:
         grad_inputs = tuple(sorted(self.grad_inputs))
         results = [running.proxies[i] for i in grad_inputs] + [run_pass.parameters.alias[i] for i in parameters]
         differentiable = [tensor for tensor in running.made if tensor.requires_grad]
-        reach = tuple(_reached(tensor, results) for tensor in differentiable)
         patterns = tuple(dict.fromkeys(self.patterns))
         every = (True,) * len(differentiable)
         if differentiable and running.part.kind is GRAPHED and every not in patterns:
@@ -317,8 +345,10 @@ class _Shape:
             tuple(p for p in patterns if any(p)),
             grad_inputs,
             parameters,
-            reach,
-            tuple(sorted(i for i, count in self.edges.items() if count > 1)),
+            self._reach(results),
+            tuple(sorted(self.repeated)),
+            tuple(sorted(self.cast)),
+            tuple(running.returned),
             values,
         )
 
@@ -346,6 +376,11 @@ def entry_values(unit: UnitPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return {NOTHING: None, **unit.program.bind(args, kwargs)}
 
 
+def distinct_tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Each tensor object once, in the order of PartFacts.reads."""
+    return list({id(tensor): tensor for tensor in tensors_of(flatten(values)[0])}.values())
+
+
 def proxy_of(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     """A leaf on the same memory."""
     return tensor.detach().requires_grad_(requires_grad)
@@ -370,28 +405,49 @@ def run_part(part: PartPlan, env: dict[str, Any], proxy: Callable[[torch.Tensor]
             given.append(leaf)
     versions = [p._version for p in running.proxies]
     scope = {NOTHING: None, **dict(zip(part.reads, unflatten(running.structure, given), strict=True))}
-    for call in part.calls:
-        run_call(call, scope)
-    if part.kind is GRAPHED and versions != [p._version for p in running.proxies]:
-        number = next(i for i, p in enumerate(running.proxies) if p._version != versions[i])
-        raise CutError(
-            f"part {part.name} changes its input number {number} (shape {list(running.proxies[number].shape)}) in place: "
-            "the change would be made to the static copy, not to the caller's tensor. Work on a clone, or out of place"
-        )
+    try:
+        for call in part.calls:
+            run_call(call, scope)
+    except RuntimeError as error:
+        if "leaf Variable that requires grad is being used in an in-place operation" in str(error):
+            raise CutError(f"part {part.name} changes what it reads in place: {_IN_PLACE}") from error
+        raise
+    _refuse_in_place(running, versions)
     makes = [scope[name] for name in part.makes]
     leaves, running.make_structure = flatten(makes)
+    if part.kind is not GRAPHED:  # what an eager part hands on as it came is one tensor under two names, now as at replay
+        numbers = {id(proxy): number for number, proxy in enumerate(running.proxies)}
+        passed = [numbers.get(id(leaf)) for leaf in leaves]
+        leaves = [leaf if n is None else running.inputs[n] for leaf, n in zip(leaves, passed, strict=True)]
+        makes = unflatten(running.make_structure, leaves)
     made: dict[int, int] = {}
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             if id(leaf) not in made:
                 made[id(leaf)] = len(running.made)
                 running.made.append(leaf)
+                running.returned.append(places.get(id(leaf)))
             running.make_leaves.append(OutIndex(made[id(leaf)]))
         else:
             check_leaf(leaf, f"output {number} of part {part.name}")
             running.make_leaves.append(leaf)
     env.update(zip(part.makes, makes, strict=True))
     return running
+
+
+_IN_PLACE = (
+    "the value lies in memory that graphs read again, for the backward too. Work on a clone, or out of place, and make "
+    "the new value an output"
+)
+
+
+def _refuse_in_place(running: Running, versions: Sequence[int]) -> None:
+    """A graphed part would change the static copy, not the caller's tensor; an eager part what a backward graph reads
+    (integers have no backward: those an eager part may change)."""
+    for number, (proxy, version) in enumerate(zip(running.proxies, versions, strict=True)):
+        if proxy._version != version and (running.part.kind is GRAPHED or proxy.requires_grad):
+            shape = list(proxy.shape)
+            raise CutError(f"part {running.part.name} changes its input number {number} (shape {shape}) in place: {_IN_PLACE}")
 
 
 def run_call(call: Call, scope: dict[str, Any]) -> None:
@@ -445,14 +501,26 @@ def _refuse_change(before: Sequence[PartFacts], after: Sequence[PartFacts]) -> N
         for a, b in zip(old.made, new.made, strict=True):
             if a != b:
                 raise CutError(
-                    f"part {old.part.name}: an output was {a} in one run and {b} in the next. What crosses a break must "
+                    f"part {old.part.name}: an output was {a} in one run and {b} in the next{_rest(a, b)}. What crosses a break must "
                     "have a static shape: let the eager part contain whatever reads the dynamic tensor"
                 )
+        if old.returned != new.returned or old.read_index != new.read_index:
+            raise CutError(
+                f"part {old.part.name}: it returned the very tensor it was given in one run and another one in the next. "
+                "Return a new tensor always (x.view_as(x) is one), or never"
+            )
         for x, y in zip(old.make_leaves, new.make_leaves, strict=True):
             if not (isinstance(x, OutIndex) and isinstance(y, OutIndex)) and not same_constant(x, y):
                 raise CutError(
                     f"part {old.part.name}: it returned {x!r} in one run and {y!r} in the next; a graph would freeze it"
                 )
+
+
+def _rest(a: TensorSpec, b: TensorSpec) -> str:
+    """What the short text of two specs does not show."""
+    if str(a) != str(b):
+        return ""
+    return f" (strides {list(a.stride)} and {list(b.stride)}, requires_grad {a.requires_grad} and {b.requires_grad})"
 
 
 def _refuse_sparse(results: Sequence[torch.Tensor | None], part: PartPlan) -> None:
@@ -478,3 +546,20 @@ def _refuse_ambiguous_sums(facts: WarmupFacts) -> None:
                         "again in a later part: its gradients would be added in another order than eager's. Use it once "
                         "per part, or let the part be EAGER"
                     )
+
+
+def _refuse_shared_casts(facts: WarmupFacts) -> None:
+    """Autocast casts a parameter once and adds the gradients of all its uses in the low precision; parts cast by
+    themselves, and their gradients are added in the parameter's own."""
+    for unit in (sets[0] for sets in facts.units):
+        seen: dict[int, str] = {}
+        for part in unit.parts:
+            for index in part.cast:
+                device = facts.parameters.real[index].device.type
+                if index in seen and torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled():
+                    raise CutError(
+                        f"parameter {facts.parameters.names[index]} is cast by autocast in part {seen[index]} and again in "
+                        f"part {part.part.name}: eager casts it once and adds its gradients in the low precision, graphs "
+                        "can't. Use it in one part, or capture and call with torch.autocast(..., cache_enabled=False)"
+                    )
+                seen[index] = part.part.name

@@ -1,4 +1,7 @@
-"""The command `graphcap`: demo, order, doctor. Exit codes: 0 well, 1 something differs or fails, 2 a wrong call."""
+"""The command `graphcap`: demo, order, doctor.
+
+Exit codes: 0 well; 1 something differs, or capture or replay refused to go on; 2 a wrong call.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from graphcap import demo, doctor, order_table
-from graphcap.errors import GraphcapError, PlanError
+from graphcap.errors import DeviceError, GraphcapError, PlanError
 
 TAPE_TIMES = "The tape is for tests: on it times mean nothing."
 
@@ -29,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
     except (GraphcapError, OSError) as error:  # OSError: the file of --json
         print(f"graphcap {arguments.command}: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, PlanError | DeviceError | OSError) else 1
     return code
 
 

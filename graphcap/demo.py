@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -108,7 +109,7 @@ def run(
 ) -> DemoResult:
     """Capture, train side by side, compare; the callbacks hear of each stage. Stops at the first difference."""
     chosen = settings.resolved()
-    with testing.deterministic(chosen.device):
+    with testing.deterministic(chosen.device), _one_thread():
         twins = _Twins(chosen)
         on_capture(twins.facts())
         unsteady = twins.eager_against_eager()
@@ -239,6 +240,17 @@ def _first_difference(step: int, graphed: list[Value], eager: list[Value]) -> Di
         if found is not None:
             return Difference(step, a.kind, a.name, found)
     return None
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Operators this small take many times longer where several threads wait for each other on busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any, overload
 
 import torch
@@ -351,5 +353,23 @@ def _install(runner: Runner, unit: int, target: Graphable) -> Graphable:
     graphed = _graphed_function(runner, unit, 0, target)
     if not isinstance(target, nn.Module):
         return graphed
-    target.forward = graphed
+    target.forward = _Forward(graphed, target, runner.plan.units[unit].calls[0], runner.close)
     return target
+
+
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """The `forward` of a module that the drop-in has patched."""
+
+    call: Graphable
+    target: nn.Module
+    own: Graphable
+    reset: Callable[[], None]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graphable:
+        """A copy of the module is a plain one. (A function would be shared, and run the graph with the first's weights.)"""
+        copied: Graphable = MethodType(self.own.__func__, memo[id(self.target)])  # type: ignore[attr-defined]
+        return copied

@@ -148,9 +148,13 @@ class _Twins:
         self.order = Order.parse(order) if isinstance(order, str) else order or Order.forward_backward(1)
         module = build()
         twin = copy.deepcopy(module)
-        with torch.set_grad_enabled(grad_mode):
-            self.graphed = _capture_beside(module, twin, inputs, self.order, options)
         twin_chunks, twin_root, _ = as_chunks(twin, None if order is None else self.order)
+        self.device = next((p.device for p in twin_root.parameters()), torch.device("cpu"))
+        with torch.set_grad_enabled(grad_mode):
+            args, kwargs = _samples(twin, inputs, None if order is None else self.order)
+            states = _random_state(self.device)
+            self.graphed = capture(module, args, kwargs, **options)
+        self.disturbed = _first_difference(_random_state(self.device), states)
         self.sides = (
             _Side("graphed", self.graphed.module, Steps(self.order, self.graphed._call_step), optimizer),
             _Side("eager", twin_root, Steps(self.order, _eager_call(twin_chunks)), optimizer),
@@ -161,14 +165,15 @@ class _Twins:
         self.losses: list[float] = []
 
     def run(self, steps: int) -> Comparison:
-        device = next((p.device for p in self.sides[0].parameters.values()), torch.device("cpu"))
+        if self.disturbed is not None:
+            return self._verdict(False, 0, f"capture: {self.disturbed}")
         for step in range(steps):
             before = {name: p.detach().clone() for name, p in self.sides[0].parameters.items()}
-            states = _random_state(device)
+            states = _random_state(self.device)
             records = []
             for side in self.sides:
-                _set_random_state(device, states)
-                records.append(self._one_step(side, step))
+                _set_random_state(self.device, states)
+                records.append([*self._one_step(side, step), *_random_state(self.device)])
             difference = _first_difference(*records)
             if difference is not None:
                 return self._verdict(False, step + 1, f"step {step}: {difference}")
@@ -288,11 +293,11 @@ class _Twins:
         return Comparison(equal, steps, message, tuple(self.losses))
 
 
-def _capture_beside(module: Any, twin: Any, inputs: Inputs, order: Order, options: dict[str, Any]) -> Graphed:
-    """Capture `module`; the samples of later chunks come from running the twin's copy, whose state is then put back."""
+def _samples(twin: Any, inputs: Inputs, order: Order | None) -> tuple[Any, Any]:
+    """The sample arguments for capture; those of later chunks come from running a copy of the twin."""
     args, kwargs = inputs(0)
-    if options.get("order") is None:
-        return capture(module, args, kwargs, **options)
+    if order is None:
+        return args, kwargs
     sample_args: list[tuple[Any, ...]] = [args]
     sample_kwargs: list[dict[str, Any]] = [kwargs]
     runner = copy.deepcopy(twin)
@@ -303,7 +308,7 @@ def _capture_beside(module: Any, twin: Any, inputs: Inputs, order: Order, option
         leaves = [t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in leaves]
         sample_args.append((unflatten(structure, leaves),))
         sample_kwargs.append({})
-    return capture(module, tuple(sample_args), tuple(sample_kwargs), **options)
+    return tuple(sample_args), tuple(sample_kwargs)
 
 
 def _eager_call(chunks: tuple[tuple[Callable[..., Any], ...], ...]) -> Callable[..., tuple[Any, None]]:
@@ -357,11 +362,14 @@ def _kind(value: Any) -> str:
     return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return torch.get_rng_state(), torch.get_device_module(device).get_rng_state(device) if device.type == "cuda" else None
+def _random_state(device: torch.device) -> list[tuple[str, torch.Tensor]]:
+    states = [("the random state", torch.get_rng_state())]
+    if device.type == "cuda":
+        states.append((f"the random state of {device}", torch.get_device_module(device).get_rng_state(device)))
+    return states
 
 
-def _set_random_state(device: torch.device, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.get_device_module(device).set_rng_state(states[1], device)
+def _set_random_state(device: torch.device, states: list[tuple[str, torch.Tensor]]) -> None:
+    torch.set_rng_state(states[0][1])
+    for _, state in states[1:]:
+        torch.get_device_module(device).set_rng_state(state, device)

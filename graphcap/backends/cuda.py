@@ -84,6 +84,11 @@ class CudaPool(Pool):
     def poison(self) -> None:
         return None  # recording computed nothing
 
+    def renew(self) -> None:
+        """Later captures go to another pool; the graphs recorded so far keep the memory of the old one."""
+        self._handle = torch.cuda.graph_pool_handle()
+        self._pin = None
+
     def pin(self, device: torch.device) -> None:
         """Before the first capture, on the capture stream."""
         if self._pin is not None:
@@ -201,13 +206,38 @@ class CudaBackend(Backend):
         raise_failure(failure, gate.refused)
 
     def _recover(self, pool: CudaPool, clones: list[tuple[torch.Generator, torch.Generator]]) -> None:
-        """After an invalidated capture: allocations leave the pool, generators work again (found on an H200)."""
+        """After an invalidated capture: allocations leave the pool, generators work again."""
         try:
             private.end_allocate_to_pool(self.device, pool.handle)
         except RuntimeError:
             pass  # capture_end had got past this before it failed: nothing is open any more
+        # The pinned-memory allocator is left recording to the pool as well (torch < 2.12), and nothing in Python ends
+        # that: no capture can begin in this pool again, so the next one gets another.
+        pool.renew()
+        try:
+            self._heal([generator for generator, _ in clones])
+        except RuntimeError:
+            # Works as well (found on an H200), but graphs captured earlier stay tied to the old state: manual_seed would
+            # not reach them any more. Hence only where healing fails.
+            for generator, clone in clones:
+                generator.graphsafe_set_state(clone)
+            return
         for generator, clone in clones:
-            generator.graphsafe_set_state(clone)
+            generator.set_state(clone.get_state())
+
+    def _heal(self, generators: list[torch.Generator]) -> None:
+        """End the capturing mode in which a failed capture leaves generators: the end of a good capture does it."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for generator in generators[1:]:  # the first is the default one, which every graph registers by itself
+            graph.register_generator_state(generator)
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            torch.zeros(1, device=self.device)
+        finally:
+            graph.capture_end()
+        graph.reset()
+        for generator in generators:
+            torch.rand(1, device=self.device, generator=generator)  # raises where it is still in capturing mode
 
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap import _torch_private as private
-from graphcap.backends.tape_refusals import DeviceView, Refusal, refused_call, refused_operator
+from graphcap.backends.tape_refusals import DeviceView, Refusal, refused_call, refused_operator, tensors_in
 from graphcap.errors import ForbiddenOpError
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -118,8 +118,8 @@ class CallGate(TorchFunctionMode):
     def _backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # torch takes this mode off for the whole backward pass; put it back for each node that runs a user's Python.
         # The engine restores the thread's state after each node, so nothing has to be popped.
-        roots = [leaf for leaf in torch.utils._pytree.tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        handles = [node.register_prehook(self._enter_for_node) for node in private.python_nodes(roots)]
+        nodes = private.python_nodes(list(tensors_in(args, kwargs)))
+        handles = [node.register_prehook(self._enter_for_node) for node in nodes]
         try:
             return func(*args, **kwargs)
         finally:

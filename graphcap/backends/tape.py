@@ -34,7 +34,7 @@ class TapeGraph(Graph):
         self._temporaries: list[Memory] = []
         # Memory of earlier captures that was dead when this one began: a real pool may have put ours into it.
         self._reuses: list[ReferenceType[Memory]] = [ref(memory) for memory in reuses]
-        # Later graphs whose memory may be in ours (only filled where the backend imitates reuse both ways).
+        # Later graphs whose memory may be in ours (empty unless reuse goes both ways).
         self._lent_to: list[ReferenceType[TapeGraph]] = []
         self._state = "recording"
 
@@ -140,13 +140,13 @@ class TapeBackend(Backend):
 
     Reuse in a real pool goes both ways: a capture B that began when memory of an earlier capture A was dead (A's
     temporaries are) may live in that memory. Replaying B then overwrites what was A's, and replaying A again
-    overwrites what B left. The first is always imitated, the second with `reuse_both_ways`: it finds a graph that is
-    replayed again while results of a later capture of its pool are still needed.
+    overwrites what B left: wrong where results of a later capture of the pool are still needed. With
+    `reuse_both_ways=False` only the first is imitated, to tell the two apart.
     """
 
     name = "tape"
 
-    def __init__(self, device: torch.device, reuse_both_ways: bool = False) -> None:
+    def __init__(self, device: torch.device, reuse_both_ways: bool = True) -> None:
         super().__init__(device)
         self._registry = Registry()
         self._reuse_both_ways = reuse_both_ways

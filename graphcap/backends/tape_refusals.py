@@ -11,12 +11,11 @@ Measured on an H200 (torch 2.11.0+cu130): captured are `x[long]`, `x[bool] = sca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_iter
 
 
 class DeviceView(Protocol):
@@ -54,8 +53,15 @@ def argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, na
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
-def tensors_in(*trees: Any) -> Iterable[torch.Tensor]:
-    return (leaf for leaf in tree_iter(trees) if isinstance(leaf, torch.Tensor))
+def tensors_in(*trees: Any) -> Iterator[torch.Tensor]:
+    """The tensors in arguments (nested at most in lists, tuples, dicts); several times faster than pytree."""
+    for tree in trees:
+        if isinstance(tree, torch.Tensor):
+            yield tree
+        elif isinstance(tree, list | tuple):
+            yield from tensors_in(*tree)
+        elif isinstance(tree, Mapping):
+            yield from tensors_in(*tree.values())
 
 
 def _is_mask(index: Any) -> bool:
@@ -351,6 +357,5 @@ def refused_call(
     if not rows:
         return None
     tensors = list(tensors_in(args, kwargs))
-    if tensors and all(view.is_host(tensor) for tensor in tensors) and "device" not in kwargs and len(args) < 2:
-        return None
-    return next((row for row in rows if row.matches(args, kwargs, view)), None)
+    all_host = bool(tensors) and all(view.is_host(tensor) for tensor in tensors)
+    return next((row for row in rows if not (all_host and row.test is None) and row.matches(args, kwargs, view)), None)

@@ -513,7 +513,7 @@ class Conformance:
     @pytest.mark.parametrize("enabled", [True, False])
     @pytest.mark.parametrize("fails", [True, False])
     def test_session_restores(self, backend: Backend, enabled: bool, fails: bool) -> None:
-        was = gc.isenabled()
+        was, frozen = gc.isenabled(), gc.get_freeze_count()  # another library may have frozen some at its import
         (gc.enable if enabled else gc.disable)()
         state, key = generator_of(backend).get_state(), backend.stream_key()
         try:
@@ -523,7 +523,7 @@ class Conformance:
                 if fails:
                     raise KeyError("mine")
             assert gc.isenabled() is enabled
-            assert gc.get_freeze_count() == 0
+            assert gc.get_freeze_count() == frozen
         finally:
             (gc.enable if was else gc.disable)()
         assert torch.equal(generator_of(backend).get_state(), state)

@@ -22,6 +22,7 @@ class TestCuda(Conformance):
     def _warm(self) -> None:
         """Libraries make handles at the first call of each thread (also the engine's), which no capture allows."""
         device = torch.device("cuda")
+        torch.fft.rfft(torch.randn(4, 8, device=device))
         for dtype in (torch.float32, torch.bfloat16):
             net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to(device, dtype)
             net(torch.randn(4, 8, device=device, dtype=dtype)).sum().backward()
@@ -43,6 +44,18 @@ class TestCuda(Conformance):
         torch.rand(4, device=backend.device)
         self.usable(backend, pool)
         self.usable(backend, backend.new_pool())
+
+    def test_graphs_from_before_a_failure_follow_the_seed(self, backend: CudaBackend, pool: Pool) -> None:
+        """Recovery must not give the generator a new state object: earlier graphs hold the old one."""
+        x = torch.ones(256, device=backend.device)
+        graph, y = record(backend, pool, lambda: torch.nn.functional.dropout(x, 0.5))
+        with pytest.raises(ForbiddenOpError):
+            record(backend, pool, lambda: (torch.rand_like(x), torch.cuda.synchronize()))
+        for seed in range(2):
+            torch.manual_seed(seed)
+            graph.replay()
+            torch.manual_seed(seed)
+            assert torch.equal(y, torch.nn.functional.dropout(x, 0.5))
 
     def test_a_swallowed_sync(self, backend: CudaBackend, pool: Pool) -> None:
         x = self.tensor(backend, 64)

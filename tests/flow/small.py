@@ -68,7 +68,7 @@ def capture(module: Any, args: Any = None, kwargs: Any = None, **options: Any) -
     """graphcap.capture on the tape; options that belong to CaptureConfig are put there."""
     names = ("warmup", "grads", "outputs", "on_mismatch", "retain_graph")
     config = {name: options.pop(name) for name in names if name in options}
-    args = (rows(),) if args is None else args
+    args = (torch.ones(4, 8),) if args is None else args  # draws no random number
     return graphcap.capture(
         module, args, kwargs, backend="tape", config=graphcap.CaptureConfig(**config), **options
     )

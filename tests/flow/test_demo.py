@@ -100,19 +100,29 @@ def test_a_planted_gradient_is_found(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "first difference: step 0, gradient embedding.weight:" in capsys.readouterr().out
 
 
-def test_a_constant_that_capture_froze_is_found(
+def set_eps(side: demo.Side) -> None:
+    for module in side.model.modules():
+        if hasattr(module, "eps"):
+            module.eps = 0.1
+
+
+def test_a_constant_that_differs_on_one_side_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The graph keeps a Python number that the eager twin sees change: the outputs differ."""
-
-    def change(side: demo.Side, count: int) -> None:
-        for module in side.model.modules():
-            if hasattr(module, "eps"):
-                module.eps = 0.1
-
-    plant(monkeypatch, "update", change)
+    plant(monkeypatch, "update", lambda side, count: set_eps(side) if count == 1 else None)  # the eager side of step 0
     assert call("--steps 4") == 1
     assert "first difference: step 1, output loss of 0F0:" in capsys.readouterr().out
+
+
+def test_a_constant_that_capture_froze_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both sides change a Python number, but the graph holds the old one: an error names it, and the exit code is 1."""
+    plant(monkeypatch, "update", lambda side, count: set_eps(side))
+    assert call("--steps 4") == 1
+    told = capsys.readouterr().err
+    assert "norm.eps was 1e-05 at capture and is 0.1 now" in told
+    assert "Traceback" not in told
 
 
 def test_eager_that_does_not_repeat_itself_is_no_judge(

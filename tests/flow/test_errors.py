@@ -413,23 +413,22 @@ def test_warmup_runs_that_disagree_are_refused() -> None:
 
 
 def test_out_of_memory_says_so() -> None:
-    class Full(Mlp):
-        def __init__(self, runs: int) -> None:
-            super().__init__()
-            self.left = [runs]
+    left = [0]
 
+    class Full(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.left[0] -= 1
-            if self.left[0] < 0:
+            left[0] -= 1
+            if left[0] < 0:
                 raise torch.OutOfMemoryError("tried to allocate 80 GiB")
             return super().forward(x)
 
+    module = Full()
     for runs in (0, 1, 3):  # in the first warm-up run, in the second, while recording
-        module = Full(runs)
+        left[0] = runs
         with pytest.raises(CaptureError, match="out of memory.*80 GiB") as caught:
             capture(module)
         assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-        module.left = [10**6]
+        left[0] = 10**6
         agrees(capture(module), twin_of(module), rows())
 
 

@@ -25,7 +25,7 @@ class Options(nn.Module):
     def forward(
         self, x: torch.Tensor, *, bias: torch.Tensor | None = None, scale: float = 1.0, extra: Any = None
     ) -> torch.Tensor:
-        y = self.linear(x) * scale
+        y = self.linear(x) * (1 + scale)
         if bias is not None:
             y = y + bias
         return y + extra["a"] * extra["b"]["c"] if extra else y

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -88,10 +89,15 @@ def test_dropout_and_buffers_equal_eager(grads: Any) -> None:
     assert result, str(result)
 
 
+def small_steps(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """The cotangents are random: SGD with the usual rate diverges, and NaN proves nothing."""
+    return torch.optim.SGD(parameters, lr=1e-4)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_interleaved_chain_of_same_shaped_chunks(rank: int) -> None:
     order = Order.interleaved(pp_rank=rank, pp_size=2, chunks=2, microbatches=4)
-    result = compare(chain_build, rows, steps=20, order=order)
+    result = compare(chain_build, rows, steps=20, order=order, optimizer=small_steps)
     assert result, str(result)
 
 
@@ -108,7 +114,7 @@ def test_soak_of_an_interleaved_order_with_side_stream_work() -> None:
         return rows(index)
 
     order = Order.interleaved(pp_rank=0, pp_size=2, chunks=2, microbatches=4)
-    result = compare(chain_build, inputs, steps=200, order=order)
+    result = compare(chain_build, inputs, steps=200, order=order, optimizer=small_steps)
     assert result, str(result)
 
 
@@ -142,7 +148,8 @@ def test_memory_of_the_pool_is_not_read_after_others_wrote_it() -> None:
     """Every free block is NaN between steps: nothing a replay needs may lie in memory that is free."""
 
     def inputs(index: int) -> Any:
-        free = [torch.full((size,), float("nan"), device="cuda") for size in (64, 4096, 65536, 1 << 20) for _ in range(16)]
+        sizes = [64, 4096, 65536, 1 << 20] * 16
+        free = [torch.full((size,), float("nan"), device="cuda") for size in sizes]
         del free
         return tokens(index)
 
@@ -198,7 +205,7 @@ def test_a_busy_thread_does_not_disturb_a_capture() -> None:
 
     def churn() -> None:
         while not stop.is_set():
-            torch.randn(1000, device="cuda").cpu()
+            torch.ones(1000, device="cuda").cpu()  # no random numbers: the generator is the capture's
 
     thread = threading.Thread(target=churn)
     thread.start()

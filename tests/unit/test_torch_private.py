@@ -157,6 +157,26 @@ def test_python_nodes() -> None:
     assert private.python_nodes([x * 2]) == []
 
 
+def test_after_backward() -> None:
+    seen: list[str] = []
+
+    class Late(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            private.after_backward(lambda: seen.append("end"))
+            return grad
+
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append("later node"))
+    Late.apply(y).backward()
+    assert seen == ["later node", "end"]
+
+
 @pytest.mark.gpu
 def test_end_allocate_to_pool() -> None:
     """Ends what a begin opened; on what is not open it raises RuntimeError, which the recovery counts on."""
