@@ -62,7 +62,7 @@ def main() -> int:
     result = {"about": surroundings(device), "model": vars(options), "cases": [asdict(case) for case in cases]}
     show(result, cases)
     if options.out:
-        name = f"hybrid_step-{datetime.now(UTC):%Y-%m-%d}-{device.type}.json"
+        name = f"hybrid_step-{options.expert_gemm}-{datetime.now(UTC):%Y-%m-%d}-{device.type}.json"
         path = Path(options.out) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
@@ -78,6 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--expert-gemm", default="loop", choices=("loop", "grouped"))
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=7)
@@ -99,6 +100,7 @@ def config_of(options: argparse.Namespace, tokens: int) -> HybridConfig:
         experts=options.experts,
         top_k=options.top_k,
         max_sequence=tokens,
+        expert_gemm=options.expert_gemm,
         dtype=getattr(torch, options.dtype),
         **size,
     )

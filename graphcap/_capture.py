@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -270,18 +271,20 @@ class Recorder:
         """Where the gradient of an output is expected: where the next part's backward leaves it, if one reads it."""
         made = work.statics[index]
         assert made is not None
+        output, strides = made.outputs[place], made.facts.grad_strides[made.facts.grad_outputs.index(place)]
+        own = partial(torch.empty_strided, output.shape, strides, dtype=output.dtype, device=output.device)
         if Phase.W in phases:  # a W step reads the arrived gradients again, long after others have written theirs
-            return empty_static(made.outputs[place]).fill_(0)
+            return own().fill_(0)
         for later in work.statics[index + 1 :]:
             if later is None:
                 continue
             for number, leaf in enumerate(later.facts.reads):
                 if leaf.source == (index, place) and number in later.facts.grad_inputs:
                     result = _usual(later.backward).results[later.facts.grad_inputs.index(number)]
-                    if result is not None and TensorSpec.of(result) == TensorSpec.of(made.outputs[place]):
+                    if result is not None and result.stride() == strides:
                         return result
             break  # anything further away adds to that gradient, so it arrives in other memory
-        return empty_static(made.outputs[place]).fill_(0)
+        return own().fill_(0)
 
     def _record_backwards(
         self, work: _Work, part: _PartWork, phase: Phase, last_phase: bool

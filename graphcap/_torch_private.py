@@ -34,7 +34,7 @@ def storage_holders(tensor: torch.Tensor) -> tuple[int, int]:
 
 def lone_storage_holders() -> tuple[int, int]:
     """What `storage_holders` says about a tensor that is the only one on its storage."""
-    return storage_holders(torch.empty(1, dtype=torch.uint8))
+    return storage_holders(torch.empty(1, dtype=torch.uint8, device="cpu"))
 
 
 def storage_on_address(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:

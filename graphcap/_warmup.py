@@ -46,7 +46,8 @@ class PartFacts:
     reads: the tensors that come in, each object once; read_index: for every tensor leaf of the part's values, its place
     in `reads`. made: TensorSpecs (each tensor object once) that go out; make_leaves: for every leaf of `makes`, its place
     in `made`, or the constant. patterns: which outputs get gradients, one entry per way in which the caller may start a
-    backward, the usual one first. gets_grad: which inputs and then parameters receive one. parameters: indices into
+    backward, the usual one first. grad_strides: those with which the gradient of each differentiable output arrives,
+    since kernels, and so bits, depend on them. gets_grad: which inputs and then parameters receive one. parameters: indices into
     Parameters of those that get a gradient here. reach[i]: which results (inputs, then parameters) output i leads to.
     repeated, cast: parameters that are used more than once here, that are converted to another dtype here. returned[i]:
     the place in `reads` of the tensor that an eager part hands on as it came, where output i is one.
@@ -62,6 +63,7 @@ class PartFacts:
     make_leaves: tuple[Any, ...]
     made: tuple[TensorSpec, ...]
     patterns: tuple[Pattern, ...]
+    grad_strides: tuple[tuple[int, ...], ...]
     grad_inputs: tuple[int, ...]
     parameters: tuple[int, ...]
     reach: tuple[frozenset[int], ...]
@@ -242,6 +244,9 @@ class _Pass:
             places = [i for i, tensor in enumerate(running.made) if tensor.requires_grad]
             pattern = tuple((running.part.index, place) in arrived for place in places)
             shape.patterns.append(pattern)
+            for place in places:
+                if (running.part.index, place) in arrived:
+                    shape.grad_strides.setdefault(place, dense_strides(arrived[running.part.index, place]))
             if not any(pattern):
                 continue
             outputs = [running.made[p] for p in places if (running.part.index, p) in arrived]
@@ -273,6 +278,7 @@ class _Shape:
     def __init__(self, running: Running, run_pass: _Pass) -> None:
         self.running, self._pass = running, run_pass
         self.patterns: list[Pattern] = []
+        self.grad_strides: dict[int, tuple[int, ...]] = {}
         self.grad_inputs: set[int] = set()
         self.parameters: set[int] = set()
         self.repeated: set[int] = set()
@@ -296,6 +302,7 @@ class _Shape:
             index = self._pass.parameters.index_of(leaf)
             number = next((i for i, proxy in enumerate(running.proxies) if proxy is leaf), None)
             if index is not None:
+                self._refuse_bypass(leaf, index)
                 self.parameters.add(index)
                 self._pass.used_parameters.add(id(self._pass.parameters.real[index]))
                 if count > 1:
@@ -308,6 +315,15 @@ class _Shape:
                     "neither an argument nor a parameter of the captured modules, so its gradient would be lost: "
                     "register it as a parameter, or pass it as an argument"
                 )
+
+    def _refuse_bypass(self, leaf: torch.Tensor, index: int) -> None:
+        parameters = self._pass.parameters
+        if leaf is not parameters.alias[index]:
+            raise CutError(
+                f"part {self.running.part.name} reaches the parameter {parameters.names[index]} otherwise than as an "
+                "attribute of its module (in a plain list, a closure?), so its gradient would be lost: read it from the "
+                "module, or keep it in an nn.ParameterList"
+            )
 
     def _reach(self, results: Sequence[torch.Tensor]) -> tuple[frozenset[int], ...]:
         """Per differentiable output the results that it leads to. What no edge shows (the parameters of a reentrant
@@ -343,6 +359,11 @@ class _Shape:
             tuple(running.make_leaves),
             tuple(TensorSpec.of(t) for t in running.made),
             tuple(p for p in patterns if any(p)),
+            tuple(
+                self.grad_strides.get(place, dense_strides(tensor))
+                for place, tensor in enumerate(running.made)
+                if tensor.requires_grad
+            ),
             grad_inputs,
             parameters,
             self._reach(results),
@@ -356,6 +377,11 @@ class _Shape:
 def _reached(output: torch.Tensor, results: Sequence[torch.Tensor]) -> frozenset[int]:
     leaves = [leaf for leaf, _ in _guards.leaves_of([output])]
     return frozenset(i for i, result in enumerate(results) if any(leaf is result for leaf in leaves))
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides for memory in which every element of a tensor of this layout has a place of its own."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 # ------------------------------------------------------------------------------------ shared with recording and replay

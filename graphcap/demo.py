@@ -236,7 +236,7 @@ def _side(model: HybridModel, steps: StepWise) -> Side:
 
 def _first_difference(step: int, graphed: list[Value], eager: list[Value]) -> Difference | None:
     for a, b in zip(graphed, eager, strict=True):
-        found = testing._difference(a.value, b.value)
+        found = testing.difference(a.value, b.value)
         if found is not None:
             return Difference(step, a.kind, a.name, found)
     return None

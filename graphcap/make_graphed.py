@@ -125,8 +125,8 @@ def _refuse_unused(facts: _warmup.WarmupFacts) -> None:
                     )
         used = {index for part in unit.parts for index in part.parameters}
         mine = {id(p) for m in _guards.modules_of(unit.unit.layers) for p in m.parameters() if p.requires_grad}
-        for index, real in enumerate(facts.parameters.real):
-            if id(real) in mine and index not in used:
+        for index, alias in enumerate(facts.parameters.alias):  # what the modules hold while they are captured
+            if id(alias) in mine and index not in used:
                 raise WarmupError(
                     f"parameter {facts.parameters.names[index]} of {unit.unit.title} requires grad but is not used: pass "
                     "allow_unused_input=True"

@@ -329,13 +329,14 @@ def _first_difference(graphed: list[tuple[str, Any]], eager: list[tuple[str, Any
     for (name, a), (other, b) in zip(graphed, eager, strict=True):
         if name != other:
             return f"{name} on the graphed side, {other} on the eager one"
-        found = _difference(a, b)
+        found = difference(a, b)
         if found is not None:
             return f"{name}: {found}"
     return None
 
 
-def _difference(a: Any, b: Any) -> str | None:
+def difference(a: Any, b: Any) -> str | None:
+    """How a graphed value differs from the eager one, or None: type, shape, dtype, finite, bit for bit (0.0 == -0.0)."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         same = type(a) is type(b) and (a is b or a == b)
         return None if same else f"graphed {_kind(a)}, eager {_kind(b)}"
@@ -345,7 +346,8 @@ def _difference(a: Any, b: Any) -> str | None:
         return "not finite: NaN equal to NaN would prove nothing"
     if not _same(a, b):
         wrong = a != b
-        largest = (a[wrong].double() - b[wrong].double()).abs().max() if a.dtype != torch.bool else 1.0
+        exact = torch.complex128 if a.is_complex() else torch.float64
+        largest = (a[wrong].to(exact) - b[wrong].to(exact)).abs().max()
         return f"{int(wrong.sum())} of {a.numel()} values differ, by at most {float(largest):.3g}"
     return None
 

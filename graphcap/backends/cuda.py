@@ -185,7 +185,11 @@ class CudaBackend(Backend):
             raw.register_generator_state(generator)
         graph = CudaGraph(raw)
         failure: BaseException | None = None
-        raw.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        try:
+            raw.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        except Exception as error:
+            self._recover(pool, clones)
+            raise CaptureError(f"the capture could not begin: {error}") from error
         try:
             with CallGate(gate), OperatorGate(gate):
                 yield graph
@@ -203,7 +207,11 @@ class CudaBackend(Backend):
             except Exception as error:
                 failure = error
         graph.reset()
-        raise_failure(failure, gate.refused)
+        try:
+            raise_failure(failure, gate.refused)
+        finally:
+            # An error holds its frames, and they hold the tensors: no cycle may keep them.
+            gate.refused = failure = None
 
     def _recover(self, pool: CudaPool, clones: list[tuple[torch.Generator, torch.Generator]]) -> None:
         """After an invalidated capture: allocations leave the pool, generators work again."""

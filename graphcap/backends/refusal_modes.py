@@ -69,7 +69,17 @@ class Gate:
         error = ForbiddenOpError(f"{operator} can't be captured: {reason}.\n  at {user_line()}\n  Way out: {cure}.")
         if self.refused is None:
             self.refused = error
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # the error holds this frame and all above it: no cycle may keep their tensors
+
+    def higher_order(self, func: Any) -> None:
+        self.refuse(
+            f"torch.ops.higher_order.{func.name()}",
+            "operators that take functions (cond, while_loop) decide on the host, or are recorded by no mode",
+            "move it into an EAGER part (break_at=...), or use torch.where",
+        )
 
     def _refuse_row(self, operator: str, row: Refusal) -> None:
         self.refuse(f"{operator} ({row.name})", row.reason, row.cure)
@@ -131,10 +141,13 @@ class CallGate(TorchFunctionMode):
 
 
 _RUNS_BACKWARD = frozenset(("grad", "backward"))
+_DECIDES_ON_HOST = frozenset(("cond", "while_loop"))
 
 
 class OperatorGate(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Asks the table about every dispatched operator (cuda; the tape's recorder asks by itself)."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, gate: Gate) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -142,12 +155,16 @@ class OperatorGate(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: Any,
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            if func.name() in _DECIDES_ON_HOST:
+                self.gate.higher_order(func)
+            return func(*args, **kwargs)
         if private.is_composite(func):
             with self:
                 result = func.decompose(*args, **kwargs)

@@ -41,8 +41,9 @@ class TapeGraph(Graph):
     def close(self, recorder: Recorder) -> None:
         """The capture is over and went well."""
         self._records, self._born, self._outside = recorder.records, recorder.born, recorder.outside
-        lone = private.lone_storage_holders()
-        self._temporaries = [memory for memory in self._born if memory.is_dead(lone)]
+        with private.neutral_dispatch():
+            lone = private.lone_storage_holders()
+            self._temporaries = [memory for memory in self._born if memory.is_dead(lone)]
         self._state = "ready"
 
     def replay(self) -> None:
@@ -111,8 +112,9 @@ class TapePool(Pool):
 
     def dead(self) -> list[Memory]:
         """Memory of earlier captures that nobody but the tape refers to now."""
-        lone = private.lone_storage_holders()
-        return [memory for memory in self._born() if memory.is_dead(lone)]
+        with private.neutral_dispatch():
+            lone = private.lone_storage_holders()
+            return [memory for memory in self._born() if memory.is_dead(lone)]
 
     def add(self, graph: TapeGraph) -> None:
         if self._reuse_both_ways:
@@ -188,9 +190,13 @@ class TapeBackend(Backend):
                 recorder.poison()
                 for generator, state in states:
                     generator.set_state(state)
-            # Also where the user's code caught the refusal, or turned it into another error.
-            if gate.refused is not None and failure is not gate.refused:
-                raise gate.refused from failure
+            try:
+                # Also where the user's code caught the refusal, or turned it into another error.
+                if gate.refused is not None and failure is not gate.refused:
+                    raise gate.refused from failure
+            finally:
+                # An error holds its frames, and they hold the tensors: no cycle may keep them.
+                gate.refused = failure = None
         graph.close(recorder)
         pool.add(graph)
 

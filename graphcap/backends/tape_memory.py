@@ -73,7 +73,7 @@ def all_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """A view of the whole storage with its own version counter."""
     # Not an inference tensor, whatever mode the user records under: those can't be written outside of it.
     with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def poison_byte(dtype: torch.dtype) -> int:
@@ -138,7 +138,7 @@ class Slot:
         if memory.moved():
             raise ReplayError(moved_message(memory))
         storage = private.storage_on_address(memory.address, memory.bytes.numel(), memory.bytes.device)
-        view = torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+        view = torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, self.offset, self.size, self.stride)
         if self.requires_grad:
             view.requires_grad_(True)
         private.set_conjugate_and_negative(view, self.conjugate, self.negative)

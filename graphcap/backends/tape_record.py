@@ -58,6 +58,8 @@ class TapeView:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs, checks and writes down the operators of one capture."""
 
+    supports_higher_order_operators = True  # to refuse them in our words
+
     def __init__(self, registry: Registry, gate: Gate) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.gate = gate
@@ -72,12 +74,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: Any,
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            self.gate.higher_order(func)
         if private.is_composite(func):
             with self:
                 result = func.decompose(*args, **kwargs)
@@ -157,12 +161,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = private.storage_key(tensor)
         memory = self._touched.get(key)
         if memory is None:
-            memory = self._registry.find(tensor)
-            if memory is None:
-                memory = self._registry.add(tensor, born=False)
+            with private.neutral_dispatch():  # other modes, of the user's, may lie under this one
+                memory = self._registry.find(tensor) or self._registry.add(tensor, born=False)
+                self._snapshot.take(memory)
             self._touched[key] = memory
             self.outside.append(memory)
-            self._snapshot.take(memory)
         return memory
 
     def _result_memory(self, tensor: torch.Tensor) -> Memory:
@@ -172,7 +175,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return memory
         if self._registry.find(tensor) is not None:
             return self._memory(tensor)
-        memory = self._registry.add(tensor, born=True)
+        with private.neutral_dispatch():
+            memory = self._registry.add(tensor, born=True)
         self._touched[key] = memory
         self.born.append(memory)
         return memory
@@ -285,9 +289,13 @@ class Program:
 
     def run(self) -> None:
         for func, args, kwargs, grad_mode, outputs in self._steps:
-            # Kernels may look at it to choose their algorithm; nothing differentiates below autograd.
-            with torch.set_grad_enabled(grad_mode):
-                result = func(*args, **kwargs)
+            try:
+                # Kernels may look at it to choose their algorithm; nothing differentiates below autograd.
+                with torch.set_grad_enabled(grad_mode):
+                    result = func(*args, **kwargs)
+            except Exception as error:
+                error.add_note(f"graphcap: raised by {func}, which a graph of the tape replayed on the values it found")
+                raise
             with torch.no_grad():
                 _store(func, result, outputs)
 

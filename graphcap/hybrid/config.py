@@ -12,6 +12,7 @@ from graphcap.errors import PlanError
 from graphcap.hybrid.pattern import Pattern
 
 Attention = Literal["math", "sdpa"]
+ExpertGemm = Literal["loop", "grouped"]
 
 _COUNTS: Final = (
     *("vocab", "hidden", "heads", "kv_heads", "head_dim", "ffn", "experts", "top_k", "expert_ffn"),
@@ -35,6 +36,8 @@ class HybridConfig:
     tie_embeddings: the output layer uses the embedding's weight.
     attention: "math" is plain matrix products and a softmax, which repeat themselves bit for bit; "sdpa" is
     `scaled_dot_product_attention` with whatever kernel torch picks.
+    expert_gemm: "loop" runs one expert after the other on as many rows as it got, counts read on the host; "grouped" runs
+    all experts in two `torch.nn.functional.grouped_mm`, counts read on the device (bfloat16, widths in multiples of 8).
     dtype: of weights and activations; the router, A_log, D, dt_bias and the scan stay in float32 (float64 in float64).
     init_std: standard deviation of the weights; projections into the residual get init_std / sqrt(number of layers).
     """
@@ -60,6 +63,7 @@ class HybridConfig:
     max_sequence: int = 256
     tie_embeddings: bool = False
     attention: Attention = "math"
+    expert_gemm: ExpertGemm = "loop"
     dtype: torch.dtype = torch.float32
     init_std: float = 0.02
 
@@ -74,6 +78,11 @@ class HybridConfig:
         floats = (torch.bfloat16, torch.float32, torch.float64)
         self._check("dtype", "torch.bfloat16, torch.float32 or torch.float64", self.dtype in floats)
         self._check("attention", "'math' or 'sdpa'", self.attention in ("math", "sdpa"))
+        self._check("expert_gemm", "'loop' or 'grouped'", self.expert_gemm in ("loop", "grouped"))
+        if self.expert_gemm == "grouped":  # rows of 16 bytes, as CUTLASS wants them
+            self._check("dtype", "torch.bfloat16 with expert_gemm='grouped'", self.dtype is torch.bfloat16)
+            self._check("hidden", "a multiple of 8 with expert_gemm='grouped'", self.hidden % 8 == 0)
+            self._check("expert_ffn", "a multiple of 8 with expert_gemm='grouped'", self.expert_ffn % 8 == 0)
         self._check("tie_embeddings", "True or False", isinstance(self.tie_embeddings, bool))
         self._check("kv_heads", f"a divisor of heads={self.heads}", self.heads % self.kv_heads == 0)
         self._check("head_dim", "an even number: rope turns pairs", self.head_dim % 2 == 0)

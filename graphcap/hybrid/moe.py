@@ -31,7 +31,10 @@ class MoELayer(HybridLayer):
     def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0) -> None:
         super().__init__(config, layer_number, logical_index)
         self.router_weight = normal((config.experts, config.hidden), config, dtype=config.exact_dtype)
-        self.expert_mlps = nn.ModuleList(SwiGLU(config.expert_ffn, config) for _ in range(config.experts))
+        if config.expert_gemm == "grouped":
+            self.grouped = GroupedSwiGLU(config.experts, config.expert_ffn, config)
+        else:
+            self.expert_mlps = nn.ModuleList(SwiGLU(config.expert_ffn, config) for _ in range(config.experts))
 
     def parts(self) -> Sequence[Part]:
         return (
@@ -62,10 +65,13 @@ class MoELayer(HybridLayer):
         return rows, visits.sum((0, 1)), weights, order, inverse
 
     def experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Each expert on its rows, [T * k, hidden] to the same. Reads `counts` on the host."""
+        """Each expert on its rows, [T * k, hidden] to the same. The loop reads `counts` on the host."""
+        if self.config.expert_gemm == "grouped":
+            done: Tensor = self.grouped(rows, counts)
+            return done
         pieces = torch.split(rows, counts.tolist())
-        done = [mlp(piece) for mlp, piece in zip(self.expert_mlps, pieces, strict=True) if piece.shape[0]]
-        return torch.cat(done) if done else rows
+        made = [mlp(piece) for mlp, piece in zip(self.expert_mlps, pieces, strict=True) if piece.shape[0]]
+        return torch.cat(made) if made else rows
 
     def combine(self, routed: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, hidden: Tensor) -> Tensor:
         """The weighted sum of each token's `top_k` results, added to `hidden`."""
@@ -73,6 +79,25 @@ class MoELayer(HybridLayer):
         # sum over the axis k of a dense tensor: the same order in every run, where index_add would use atomics.
         mixed = (choices.to(weights.dtype) * weights.unsqueeze(-1)).sum(1)
         return hidden + mixed.to(hidden.dtype).view_as(hidden)
+
+
+class GroupedSwiGLU(nn.Module):
+    """All experts' SwiGLUs in two grouped matrix products; rows of an expert lie together, in the experts' order.
+
+    Every row belongs to an expert, so no row of the outputs is left unwritten (grouped_mm leaves rows behind the last
+    offset as they are). An expert without rows gets a gradient of zeros here, where the loop leaves None.
+    """
+
+    def __init__(self, experts: int, inner: int, config: HybridConfig) -> None:
+        super().__init__()
+        self.gate_up = normal((experts, config.hidden, 2 * inner), config)
+        self.down = normal((experts, inner, config.hidden), config, std=config.residual_std)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows: [R, hidden] bfloat16; counts: int64 [experts], their sum is R."""
+        ends = counts.cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(rows, self.gate_up, offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, self.down, offs=ends)
 
 
 def permute_rows(x: Tensor, source: Tensor, inverse: Tensor, copies: int) -> Tensor:

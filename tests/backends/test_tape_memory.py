@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -483,6 +484,12 @@ def test_tensors_without_fixed_memory(
     assert torch.equal(y, x * 2)
 
 
+def test_higher_order_operators_are_refused(backend: TapeBackend, pool: Pool) -> None:
+    x = torch.ones(2)
+    with pytest.raises(ForbiddenOpError, match="cond"):
+        record(backend, pool, lambda: torch.cond(x.sum() > 0, lambda t: t + 1, lambda t: t - 1, (x,)))
+
+
 def test_a_functorch_transform_is_refused(backend: TapeBackend, pool: Pool) -> None:
     def run(x: Tensor) -> Tensor:
         return record(backend, pool, lambda: x * 2)[1]
@@ -505,6 +512,69 @@ def test_host_data_meets_device_tensors(backend: TapeBackend, pool: Pool) -> Non
     x = torch.ones(4)
     with pytest.raises(ForbiddenOpError, match="host data"):
         record(backend, pool, lambda: x * torch.from_numpy(np.ones(4, "f")))
+
+
+def test_a_failed_capture_keeps_nothing_alive(backend: TapeBackend, pool: Pool) -> None:
+    """Garbage collection may be off for long (a session): reference counts alone must free what the failure held."""
+    x, alive = torch.randn(4), []
+
+    def run() -> Tensor:
+        y = x + 1
+        alive.append(weakref.ref(y))
+        y.sum().item()
+        return y
+
+    gc.disable()
+    try:
+        for swallow in (False, True):
+            try:
+                record(backend, pool, lambda swallow=swallow: swallowed(run) if swallow else run())
+            except ForbiddenOpError:
+                pass
+        assert [reference() for reference in alive] == [None, None]
+    finally:
+        gc.enable()
+
+
+def swallowed(run: Callable[[], Tensor]) -> None:
+    try:
+        run()
+    except ForbiddenOpError:
+        pass
+
+
+def test_modes_of_the_user_under_a_capture(backend: TapeBackend, pool: Pool) -> None:
+    """They see the user's operators, as in eager, and none of the tape's own."""
+    seen: list[str] = []
+
+    class Sees(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(4)
+    with Sees():
+        graph, y = record(backend, pool, lambda: x * 2 + 1)
+        graph.replay()
+    assert seen == ["aten.mul.Tensor", "aten.add.Tensor"]
+    assert torch.equal(y, x * 2 + 1)
+
+
+def test_a_default_device_does_not_matter(backend: TapeBackend, pool: Pool) -> None:
+    x = torch.randn(4)
+    with torch.device("meta"):
+        graph, y = record(backend, pool, lambda: x * 2)
+        graph.replay()
+    assert torch.equal(y, x * 2)
+
+
+def test_an_error_at_replay_names_the_operator(backend: TapeBackend, pool: Pool) -> None:
+    table, index = torch.randn(4, 2), torch.tensor([1])
+    graph, _ = record(backend, pool, lambda: F.embedding(index, table))
+    index.fill_(9)
+    with pytest.raises(IndexError) as info:
+        graph.replay()
+    assert "aten.embedding.default" in info.value.__notes__[0]
 
 
 # --- kernels of the user ----------------------------------------------------------------------------------------------

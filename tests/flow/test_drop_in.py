@@ -280,7 +280,7 @@ class Layer(nn.Module):
 
 
 def run_order(
-    order: Order, calls: Sequence[Sequence[Sequence[Call]]], inputs: Callable[[int], Any], step: int
+    order: Order, calls: Sequence[Sequence[Sequence[Call]]], inputs: Callable[[int, int], Any], step: int
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """One pass over a chain of chunks; calls[chunk][microbatch] are its layers. Returns values by name, and inputs."""
     outputs: dict[tuple[int, int], Tensor] = {}
@@ -290,7 +290,7 @@ def run_order(
         key = (place.chunk, place.microbatch)
         if place.phase is Phase.F:
             if place.chunk == 0:
-                x, kwargs = inputs(step * order.microbatches + place.microbatch)
+                x, kwargs = inputs(step * order.microbatches + place.microbatch, place.microbatch)
             else:
                 x, kwargs = outputs[place.chunk - 1, place.microbatch].detach().requires_grad_(), {}
             starts[key] = h = x
@@ -309,7 +309,7 @@ def run_order(
 def assert_order_equal(
     order: Order,
     layers_per_chunk: Sequence[int],
-    inputs: Callable[[int], Any],
+    inputs: Callable[[int, int], Any],
     *,
     given: Any = None,
     steps: int = 3,
@@ -322,7 +322,7 @@ def assert_order_equal(
     kwargs: list[Any] = []
     for chunk, count in enumerate(layers_per_chunk):
         for m in range(order.microbatches):
-            x, more = inputs(m)
+            x, more = inputs(m, m)
             for _ in range(count):
                 samples.append((x.detach().clone().requires_grad_(),))
                 kwargs.append(more if chunk == 0 else {})
@@ -364,13 +364,15 @@ def assert_order_equal(
     return made
 
 
-def plain_inputs(index: int) -> tuple[Tensor, dict[str, Any]]:
+def plain_inputs(index: int, microbatch: int) -> tuple[Tensor, dict[str, Any]]:
     return drawn(index), {}
 
 
-def mixed_inputs(index: int) -> tuple[Tensor, dict[str, Any]]:
+def mixed_inputs(index: int, microbatch: int) -> tuple[Tensor, dict[str, Any]]:
     """Microbatches of two signatures: rows, and a keyword."""
-    return (drawn(index, 5, WIDTH), {"shift": drawn(index + 70, WIDTH, grad=False)}) if index % 2 else (drawn(index), {})
+    if microbatch % 2 == 0:
+        return drawn(index), {}
+    return drawn(index, 5, WIDTH), {"shift": drawn(index + 70, WIDTH, grad=False)}
 
 
 @pytest.mark.parametrize("reuse", [False, True])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -389,6 +391,37 @@ def test_a_closure_that_requires_grad_is_refused() -> None:
     assert torch.equal(graphed(x), x * hidden)
 
 
+def test_a_parameter_reached_otherwise_than_as_an_attribute_is_refused() -> None:
+    """While recording, an alias stands for the parameter; whoever has the parameter itself would get no gradient."""
+
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.weights = [self.linear.weight]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weights[0].t() + self.linear.bias
+
+    with pytest.raises(CutError, match=r"reaches the parameter linear\.weight otherwise"):
+        capture(Listed())
+
+
+def test_python_random_choices_are_refused_and_their_state_kept() -> None:
+    def layer_drop(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if random.random() < 0.5 else x * 3
+
+    def numpy_noise(x: torch.Tensor) -> torch.Tensor:
+        return x * float(numpy.random.rand())
+
+    before = random.getstate(), numpy.random.get_state()[1].tobytes()
+    for call, name in ((layer_drop, "random"), (numpy_noise, r"numpy\.random")):
+        for warmup in (1, 3):
+            with pytest.raises(CutError, match=rf"the generator {name} at every call"):
+                capture(call, warmup=warmup)
+    assert (random.getstate(), numpy.random.get_state()[1].tobytes()) == before
+
+
 def test_warmup_runs_that_disagree_are_refused() -> None:
     runs = [0]  # a global of the user's: no module attribute tells
 
@@ -408,7 +441,7 @@ def test_warmup_runs_that_disagree_are_refused() -> None:
                 runs[0] += 1
                 return call(x)
 
-            with pytest.raises((CutError, CaptureError), match="run|record"):
+            with pytest.raises((CutError, CaptureError), match=r"run|record"):
                 capture(counted, warmup=warmup)
 
 
@@ -425,7 +458,7 @@ def test_out_of_memory_says_so() -> None:
     module = Full()
     for runs in (0, 1, 3):  # in the first warm-up run, in the second, while recording
         left[0] = runs
-        with pytest.raises(CaptureError, match="out of memory.*80 GiB") as caught:
+        with pytest.raises(CaptureError, match=r"out of memory.*80 GiB") as caught:
             capture(module)
         assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
         left[0] = 10**6

@@ -283,7 +283,7 @@ def test_accumulate_refuses_another_main_grad(new: Any) -> None:
 def test_accumulate_with_main_grad_refuses_eager_calls() -> None:
     module = Mlp()
     module.up.weight.main_grad = torch.zeros(8, 8)
-    with pytest.raises(PlanError, match="up.weight has a main_grad"):
+    with pytest.raises(PlanError, match=r"up\.weight has a main_grad"):
         capture(module, grads="accumulate", on_mismatch="eager")
 
 

@@ -277,7 +277,9 @@ def test_static_bytes_follow_what_is_in_flight() -> None:
 PLANS = {
     "one_module": lambda: capture(Mlp()),
     "breaks": lambda: capture((Routed(), Mlp(), Routed())),
-    "order": lambda: capture((Routed(), Mlp()), ((rows(),), (rows(requires_grad=True),)), order="0F0 0F1 1F0 1B0 0B0 1F1 1B1 0B1"),
+    "order": lambda: capture(
+        (Routed(), Mlp()), ((rows(),), (rows(requires_grad=True),)), order="0F0 0F1 1F0 1B0 0B0 1F1 1B1 0B1"
+    ),
 }
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils import _python_dispatch
 
 import graphcap
-from graphcap import CaptureError, CutError, ForbiddenOpError, HookError, WarmupError
+from graphcap import CaptureError, ForbiddenOpError, HookError, SampleError, WarmupError
 from graphcap.testing import compare, deterministic
-from tests.flow.small import capture, rows
+from tests.flow.small import agrees, capture, rows, twin_of
 
 _HOOKS = [
     name
@@ -218,7 +218,6 @@ def attempt(run: Callable[[], Any], error: type[BaseException]) -> None:
 def test_everything_is_as_before(arm: dict[str, Any], error: type[BaseException], grads: str) -> None:
     module = build()
     if grads == "accumulate":
-        module.get_parameter("norm.weight")._backward_hooks = None
         for parameter in module.parameters():
             parameter._backward_hooks = None
     sample = rows(requires_grad=True)
@@ -235,10 +234,38 @@ def test_everything_is_as_before(arm: dict[str, Any], error: type[BaseException]
     capture(module, (sample,), grads=grads)
     unchanged(again, snapshot(module))
     with deterministic("cpu"):
-        result = compare(
-            lambda: Repaired(), lambda index: ((rows(),), {}), steps=3, backend="tape"
-        )
+        result = compare(Repaired, lambda index: ((rows(),), {}), steps=3, backend="tape")
     assert result, str(result)
+
+
+class Lazy(nn.Module):
+    """Makes things at its first run, of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "tables"):
+            self.tables = [torch.arange(8.0)]
+            self.names = {"a": 1}
+            self.inner = nn.Identity()
+            self.register_buffer("late", torch.ones(8))
+            self.made = object()
+        return self.inner(self.linear(x) * self.tables[0] + self.late)
+
+
+def test_what_a_first_run_makes_is_taken_away_and_stays_alive_for_the_graph() -> None:
+    module = Lazy()
+    before = snapshot(module)
+    graphed = capture(module)
+    unchanged(before, snapshot(module))
+    gc.collect()
+    twin = twin_of(module)
+    agrees(graphed, twin, rows())
+    with graphcap.disabled():
+        graphed(rows())  # now the module has made its own
+    agrees(graphed, twin, rows())
 
 
 class Repaired(nn.Module):
@@ -300,7 +327,7 @@ def test_a_generator_of_the_module_is_put_back() -> None:
 
     module = Noisy()
     before = snapshot(module)
-    with pytest.raises(CaptureError, match="[Gg]enerator"):
+    with pytest.raises(CaptureError, match=r"[Gg]enerator"):
         capture(module)
     unchanged(before, snapshot(module))
 
@@ -310,8 +337,9 @@ def test_a_refused_plan_touches_nothing() -> None:
     before = snapshot(module)
     with pytest.raises(HookError):
         graphcap.make_graphed_callables(module, (torch.ones(4, 8),), backend="tape")
-    with pytest.raises(CutError):
-        capture(module, break_at=("linear",))
+    for args in ("text", ({"x": torch.ones(4, 8).to_sparse()},), (torch.ones(4, 8).to("meta"),)):
+        with pytest.raises(SampleError):
+            capture(module, args)
     unchanged(before, snapshot(module))
 
 

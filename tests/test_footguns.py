@@ -1,0 +1,405 @@
+"""Every surprise, as it is: what docs/footguns.md tells, one test a section, of the same name. Silent ones first."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import graphcap
+from graphcap import CutError, HookError, InFlightError, InputMismatch, ReplayError, StateError
+from tests.flow.small import Mlp, Routed, agrees, capture, gradients, rows, same_gradients, twin_of
+
+DOCS = Path(__file__).parent.parent / "docs" / "footguns.md"
+
+
+def test_every_section_of_the_page_has_its_test() -> None:
+    sections = re.findall(r"^\((\w+)\)=$", DOCS.read_text(), flags=re.MULTILINE)
+    tests = [name.removeprefix("test_") for name in globals() if name.startswith("test_")]
+    assert sections == tests[1:]
+
+
+# --------------------------------------------------------------------------------------------------------------- silent
+
+
+def test_aliased_outputs() -> None:
+    graphed = capture(Mlp(), outputs="alias")
+    with torch.no_grad():
+        kept = graphed(rows())
+        before = kept.clone()
+        graphed(rows())
+    assert not torch.equal(kept, before)
+    safe = capture(Mlp())  # the way out: outputs="copy", the default without an order
+    with torch.no_grad():
+        kept = safe(rows())
+        before = kept.clone()
+        safe(rows())
+    assert torch.equal(kept, before)
+
+
+def test_in_place_on_an_aliased_output() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())  # the backward of Sigmoid reads its output
+    x = rows()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        module(x).mul_(2).sum().backward()
+    module.zero_grad()
+    twin = twin_of(module)
+    (twin(x) * 2).sum().backward()
+    capture(module, outputs="alias")(x).mul_(2).sum().backward()
+    assert not torch.equal(module[0].weight.grad, twin[0].weight.grad)
+    module.zero_grad()
+    capture(module)(x).mul_(2).sum().backward()  # the way out: outputs="copy"
+    same_gradients(module, twin)
+
+
+def test_aliased_gradients() -> None:
+    module = Mlp()
+    twin, graphed = twin_of(module), capture(module, grads="alias")
+    for _ in range(2):
+        x = rows()
+        graphed(x).square().sum().backward()
+        twin(x).square().sum().backward()
+    assert not torch.equal(module.up.weight.grad, twin.up.weight.grad)
+    agrees(graphed, twin, rows())  # the way out: one backward a step, or grads="return" (the default), or "accumulate"
+
+
+def test_accumulated_gradients_are_one_buffer() -> None:
+    module = Mlp()
+    graphed = capture(module, grads="accumulate")
+    graphed(rows()).sum().backward()
+    logged = module.up.weight.grad
+    before = logged.clone()
+    module.zero_grad(set_to_none=True)
+    graphed(rows()).sum().backward()
+    assert module.up.weight.grad is logged
+    assert not torch.equal(logged, before)
+
+
+def test_minus_zero_in_accumulate() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight * x
+
+    module = Scale()
+    graphed = capture(module, (torch.zeros(8),), grads="accumulate")
+    module(torch.tensor(-0.0).expand(8)).sum().backward()
+    assert module.weight.grad.signbit().all()
+    module.zero_grad()
+    graphed(torch.full((8,), -0.0)).sum().backward()
+    assert not module.weight.grad.signbit().any()
+    assert torch.equal(module.weight.grad, torch.zeros(8))
+
+
+def test_order_of_sums_at_the_border() -> None:
+    module = Routed()  # uses its input twice
+    graphed = capture(module, (rows(requires_grad=True),))
+    x = rows(requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    for side, leaf in ((graphed, x), (module, y)):
+        hidden = leaf * 2
+        (side(hidden) + hidden).square().sum().backward()  # ... and so does the caller
+    assert torch.allclose(x.grad, y.grad, rtol=1e-4, atol=1e-4)
+
+    class Whole(nn.Module):  # the way out: all uses inside what is captured
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = x * 2
+            return self.inner(hidden) + hidden.square() + hidden
+
+    whole = Whole()
+    agrees(capture(whole, (rows(requires_grad=True),)), twin_of(whole), rows(requires_grad=True))
+
+
+def test_autograd_grad_in_accumulate() -> None:
+    module = Mlp()
+    x = rows()
+    graphed = capture(module, grads="accumulate")
+    found = torch.autograd.grad(graphed(x).sum(), list(module.parameters()), allow_unused=True)
+    assert found == (None,) * 4
+    with pytest.raises(RuntimeError, match="allow_unused"):
+        torch.autograd.grad(capture(module, grads="accumulate")(x).sum(), list(module.parameters()))
+    expected = torch.autograd.grad(module(x).sum(), list(module.parameters()))
+    found = torch.autograd.grad(capture(module)(x).sum(), list(module.parameters()))  # the way out: "return"
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_python_does_not_run() -> None:
+    seen: list[int] = []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        seen.append(len(x))
+        return x * len(seen)
+
+    graphed = capture(call)
+    runs = len(seen)
+    x = rows()
+    assert torch.equal(graphed(x), x * runs)
+    assert torch.equal(graphed(x), x * runs)  # eager would multiply by one more
+    assert len(seen) == runs
+
+
+def test_tensors_behind_a_function_are_not_put_back() -> None:
+    count = torch.zeros(())
+    graphed = capture(lambda x: x + count.add_(1))
+    assert count > 0
+
+    class Counting(nn.Module):  # the way out: a buffer
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.count.add_(1)
+
+    module = Counting()
+    graphed = capture(module)
+    assert module.count == 0
+    graphed(rows())
+    assert module.count == 1
+
+
+def test_weights_behind_a_function_are_not_watched() -> None:
+    module = Mlp()
+    with torch.no_grad():
+        hidden, watched = capture(lambda x: module(x)), capture(module)
+        x = rows()
+        before = module(x)
+        module.load_state_dict({k: v * 2 for k, v in module.state_dict().items()}, assign=True)
+        assert torch.equal(hidden(x), before)  # stale
+        with pytest.raises(StateError, match="was replaced"):  # the way out: capture the module itself
+            watched(x)
+    with pytest.raises(CutError, match="neither an argument nor a parameter"):  # with gradients it is refused anyway
+        capture(lambda x: module(x))
+
+
+def test_objects_are_compared_by_identity() -> None:
+    class Settings:
+        scale = 2.0
+
+    settings = Settings()
+    graphed = capture(lambda x, s: x * s.scale, (rows(), settings))
+    settings.scale = 3.0
+    x = rows()
+    assert torch.equal(graphed(x, settings), x * 2)
+    by_value = capture(lambda x, scale: x * scale, (rows(), 2.0))  # the way out: pass the number, or a dataclass
+    with pytest.raises(InputMismatch, match="frozen in the graph"):
+        by_value(x, settings.scale)
+
+
+def test_settings_of_torch_are_frozen() -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.ones(8)
+
+    graphed = capture(call)
+    x = rows()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert call(x).dtype is torch.float64
+        assert graphed(x).dtype is torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_weights_between_forward_and_backward() -> None:
+    module = Mlp()
+    twin, graphed = twin_of(module), capture(module)
+    x = rows(requires_grad=False)
+    outputs = [graphed(x), twin(x)]
+    with torch.no_grad():
+        for parameter in (*module.parameters(), *twin.parameters()):
+            parameter.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs[1].sum().backward()
+    outputs[0].sum().backward()  # runs, on the new weights
+    assert module.up.weight.grad is not None
+
+
+def test_host_work_of_hooks_inside() -> None:
+    seen: list[int] = []
+    module = Mlp()
+    module.up.register_forward_hook(lambda *_: seen.append(1))
+    graphed = capture(module)
+    runs = len(seen)
+    graphed(rows())
+    assert len(seen) == runs  # the hook's Python runs while capturing, and never again
+    module.register_forward_hook(lambda *_: seen.append(2))  # the way out: on the captured module, or in an EAGER part
+    graphed(rows())
+    assert seen[-1] == 2
+
+
+def test_global_module_hooks() -> None:
+    seen: list[str] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m).__name__))
+    try:
+        graphed = capture(Mlp())
+        assert seen.count("Linear") > 0
+        seen.clear()
+        graphed(rows())
+        assert seen == ["Graphed"]
+        seen.clear()
+        with graphcap.disabled():  # the way out, for the calls that a tool is to see
+            graphed(rows())
+        assert seen.count("Linear") == 2
+    finally:
+        handle.remove()
+
+
+def test_attributes_set_on_the_wrapper() -> None:
+    module = Mlp()
+    graphed = capture(module)
+    graphed.scale = 3.0
+    assert not hasattr(module, "scale")
+    graphed.module.scale = 4.0  # the way out
+    assert module.scale == 4.0
+
+
+def test_random_numbers() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    twin, graphed = twin_of(module), capture(module)
+    x = rows()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            ours = [graphed(x) for _ in range(2)]
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            theirs = [twin(x) for _ in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert not torch.equal(ours[0], ours[1])
+    own = torch.Generator().manual_seed(1)
+    with pytest.raises(graphcap.CaptureError, match=r"[Gg]enerator"):
+        capture(lambda x: x + torch.rand(8, generator=own))
+
+
+# ----------------------------------------------------------------------------------------------------------------- loud
+
+
+def test_constants_are_keys() -> None:
+    graphed = capture(lambda x, *, scale: x * scale, (rows(),), {"scale": 2.0})
+    with pytest.raises(InputMismatch, match=r"'scale': expected 2\.0"):
+        graphed(rows(), scale=3.0)
+    as_tensor = capture(lambda x, *, scale: x * scale, (rows(),), {"scale": torch.tensor(2.0)})  # the way out
+    x = rows()
+    assert torch.equal(as_tensor(x, scale=torch.tensor(3.0)), x * 3)
+
+
+def test_results_hold_the_slot() -> None:
+    graphed = capture(Mlp())
+    kept = graphed(rows())
+    with pytest.raises(InFlightError, match="drop the result"):
+        graphed(rows())
+    del kept  # ways out: drop it, run its backward, no_grad for what needs none, an order with more in flight
+    gc.collect()
+    kept = graphed(rows())
+    kept.sum().backward()
+    with torch.no_grad():
+        graphed(rows())
+    two = capture((Mlp(),), ((rows(),),), order="0F0 0F1 0B0 0B1")
+    two.forward("0F0", rows()), two.forward("0F1", rows())
+
+
+def test_two_backwards_of_one_forward() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.a(x), self.b(x)
+
+    module = Heads()
+    twin = twin_of(module)
+    a, b = twin(torch.ones(4, 8))
+    a.sum().backward()
+    b.sum().backward()  # eager: two graphs that share nothing
+    a, b = capture(module)(torch.ones(4, 8))
+    a.sum().backward()
+    with pytest.raises(ReplayError, match="second backward"):
+        b.sum().backward()
+    module.zero_grad()
+    a, b = capture(module, retain_graph=True)(torch.ones(4, 8))  # the way out; or (a.sum() + b.sum()).backward()
+    a.sum().backward()
+    b.sum().backward()
+    same_gradients(module, twin)
+
+
+def test_kinds_of_zero_grad() -> None:
+    for grads in ("return", "accumulate"):
+        module = Mlp()
+        twin, graphed = twin_of(module), capture(module, grads=grads)
+        for set_to_none in (True, False, True):
+            x = rows()
+            for side in (graphed, twin):
+                side.zero_grad(set_to_none=set_to_none)
+                side(x).square().sum().backward()
+            same_gradients(module, twin)
+    assert gradients(module)["up.weight"] is not None
+    module.up.weight.grad = module.up.weight.grad.clone()  # neither of the two kinds
+    with pytest.raises(StateError, match=r"up\.weight\.grad is another tensor"):
+        graphed(rows()).sum().backward()
+
+
+def test_training_flag() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    graphed = capture(module)
+    graphed.eval()
+    with pytest.raises(InputMismatch, match="training=True"):
+        graphed(rows())
+    with graphcap.disabled():  # ways out: disabled(), on_mismatch="eager", or a second capture for evaluation
+        graphed(rows())
+    graphed.train()
+    graphed(rows())
+
+
+def test_hooks_added_inside() -> None:
+    module = Mlp()
+    graphed = capture(module)
+    module.up.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="the hook will not run"):
+        graphed(rows())
+    with pytest.raises(HookError, match="Register them after capture"):
+        module.register_forward_hook(lambda *_: None)
+        graphcap.make_graphed_callables(module, (rows(),), backend="tape")
+
+
+def test_changed_modules() -> None:
+    module = Mlp()
+    graphed = capture(module)
+    module.load_state_dict({k: v * 2 for k, v in module.state_dict().items()})  # in place: fine
+    agrees(graphed, twin_of(module), rows())
+    module.up = nn.Linear(8, 8)
+    with pytest.raises(StateError, match="another"):
+        graphed(rows())
+    graphed.close()
+    agrees(capture(module), twin_of(module), rows())
+
+
+def test_inputs_that_require_grad() -> None:
+    graphed = capture(Mlp())
+    with pytest.raises(InputMismatch, match="expected requires_grad=False"):
+        graphed(rows(requires_grad=True))
+    capture(Mlp(), (rows(requires_grad=True),))(rows(requires_grad=True))  # the way out: samples as calls will be
+
+
+def test_attributes_that_hold_tensors() -> None:
+    class Recomputed(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mask = x > 0
+            return super().forward(x) * self.mask
+
+    with pytest.raises(CutError, match=r"Recomputed\.mask"):
+        capture(Recomputed())
+    old = Mlp()
+    nn.utils.parametrizations.weight_norm(old.up)  # not torch.nn.utils.weight_norm, which sets `weight` at every call
+    agrees(capture(old), twin_of(old), rows())
