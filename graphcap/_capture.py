@@ -8,7 +8,8 @@ capture order is replay order: forwards, then backwards in reverse (with I and W
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from graphcap import _guards
-from graphcap._plan import CapturePlan, Sample, UnitPlan
+from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan
 from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
 from graphcap._warmup import (
     OutIndex,
@@ -25,17 +26,20 @@ from graphcap._warmup import (
     Running,
     UnitFacts,
     WarmupFacts,
+    close_part,
     differentiate,
     distinct_tensors,
     entry_values,
+    in_place_words,
+    open_part,
     proxy_of,
-    run_part,
+    run_calls,
     sample_copies,
 )
 from graphcap.backends.base import Backend, Graph, Pool
 from graphcap.errors import CaptureError, GraphcapError
 from graphcap.order import Phase
-from graphcap.partial_layer import GRAPHED
+from graphcap.partial_layer import GRAPHED, Opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +173,25 @@ class Recorder:
         places = {id(leaf): place for place, leaf in enumerate(flatten((args, kwargs))[0])}
         pool = self.backend.new_pool(self.pool)
         work = _Work(pool, unit, facts, sample, places, [], entry_values(unit, args, kwargs), [])
-        for part in facts.parts:
-            if part.part.kind is GRAPHED:
-                self._forward_part(work, part)
-            else:
-                self._stand_in(work, part)
+        trace = unit.program.trace
+        with torch.set_grad_enabled(facts.grad):
+            if trace is not None:
+                trace.follow(args, kwargs, unit.parts, partial(self._opened, work))
+                return work
+            for part in facts.parts:
+                with self._opened(work, part.part) as opened:
+                    if not opened.stands:
+                        run_calls(part.part, opened.scope)
         return work
+
+    @contextmanager
+    def _opened(self, work: _Work, part: PartPlan) -> Iterator[Opened]:
+        facts = work.facts.parts[part.index]
+        if part.kind is GRAPHED:
+            yield from self._recording(work, facts)
+        else:
+            self._stand_in(work, facts)
+            yield Opened(dict(work.env), stands=True)
 
     def _stand_in(self, work: _Work, part: PartFacts) -> None:
         """An eager part does not run while recording: what it made in warm-up stands for its outputs."""
@@ -188,7 +205,8 @@ class Recorder:
         work.running.append(None)
         work.statics.append(None)
 
-    def _forward_part(self, work: _Work, part: PartFacts) -> None:
+    def _recording(self, work: _Work, part: PartFacts) -> Iterator[Opened]:
+        """Record the forward of one graphed part; at the single `yield` its calls run."""
         statics: list[torch.Tensor] = []
         linked: list[bool] = []
         grad = work.facts.grad
@@ -205,9 +223,11 @@ class Recorder:
         prepared = run_inputs(part, env, proxy)
         modules = _guards.modules_of(work.unit.layers)
         before = _guards.plain_attributes(modules)
-        with _guards.kept_autocast(), torch.set_grad_enabled(grad):
+        with _guards.kept_autocast(), in_place_words(part.part):
             with self.backend.capture(work.pool, self.generators) as graph:
-                running = run_part(part.part, env, lambda tensor: prepared[id(tensor)])
+                running, scope = open_part(part.part, env, lambda tensor: prepared[id(tensor)])
+                yield Opened(scope)
+                close_part(running, scope, env)
         _guards.refuse_host_effects(before, _guards.plain_attributes(modules), part.part.name)
         self.operations += graph.operations
         self._agree(part, running)

@@ -421,8 +421,7 @@ class BoundSet:
                 run_eager(part, facts, env)
             else:
                 bound.call(env, flight if bound.facts.differentiable else None, anchor)
-        outputs = tuple(env[name] for name in self.unit.program.outputs)
-        value = outputs[0] if len(outputs) == 1 else outputs
+        value = self.unit.program.result(env)
         return value if self.alias else self._owned(value)
 
     def _owned(self, value: Any) -> Any:

@@ -6,8 +6,10 @@ it. So lazy state settles, and shapes, structures and the flow of gradients are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from graphcap._tensors import (
 )
 from graphcap.backends.base import Backend
 from graphcap.errors import CutError, GraphcapError, WarmupError
-from graphcap.partial_layer import GRAPHED, NOTHING, Call, spread
+from graphcap.partial_layer import GRAPHED, NOTHING, Call, Opened, spread
 
 Pattern = tuple[bool, ...]  # per differentiable output of a part: does a gradient arrive
 
@@ -120,6 +122,7 @@ class Running:
     structure: Structure | None = None
     inputs: list[torch.Tensor] = field(default_factory=list)  # as they came, each object once
     proxies: list[torch.Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     read_index: list[int] = field(default_factory=list)
     made: list[torch.Tensor] = field(default_factory=list)
     make_leaves: list[Any] = field(default_factory=list)
@@ -187,8 +190,8 @@ class _Pass:
     ) -> None:
         self.unit, self.parameters, self.grad, self.modules = unit, parameters, grad, modules
         self.reentrant = reentrant
-        args, kwargs = sample_copies(sample)
-        self.env = entry_values(unit, args, kwargs)
+        self.args, self.kwargs = sample_copies(sample)
+        self.env = entry_values(unit, self.args, self.kwargs)
         self.sources: dict[int, tuple[int, int]] = {}
         self.running: list[Running] = []
         self.graphed_modules: set[int] = set()
@@ -196,19 +199,33 @@ class _Pass:
         self._alive: list[Any] = []
 
     def forward(self, *, watch: bool) -> None:
-        for part in self.unit.parts:
-            before = _guards.plain_attributes(self.modules) if watch and part.kind is GRAPHED else None
-            with _guards.visited_modules() as visited, torch.set_grad_enabled(self.grad):
-                running = run_part(part, self.env, self._proxy)
-            if part.kind is GRAPHED:
-                self.graphed_modules |= visited
-            if before is not None:
-                _guards.refuse_host_effects(before, _guards.plain_attributes(self.modules), part.name)
-            for place, tensor in enumerate(running.made):
-                if running.returned[place] is None:
-                    self.sources[id(tensor)] = (part.index, place)
-            self._alive.append(running)  # ids are only names while their objects live
-            self.running.append(running)
+        trace = self.unit.program.trace
+        with torch.set_grad_enabled(self.grad):
+            if trace is not None:
+                opened = partial(self._running, watch=watch)
+                self.graphed_modules |= trace.follow(self.args, self.kwargs, self.unit.parts, opened)
+                return
+            for part in self.unit.parts:
+                with _guards.visited_modules() as visited, self._running(part, watch) as opened_part:
+                    run_calls(part, opened_part.scope)
+                if part.kind is GRAPHED:
+                    self.graphed_modules |= visited
+
+    @contextmanager
+    def _running(self, part: PartPlan, watch: bool) -> Iterator[Opened]:
+        """One part; its calls run inside."""
+        before = _guards.plain_attributes(self.modules) if watch and part.kind is GRAPHED else None
+        running, scope = open_part(part, self.env, self._proxy)
+        with in_place_words(part):
+            yield Opened(scope)
+        close_part(running, scope, self.env)
+        if before is not None:
+            _guards.refuse_host_effects(before, _guards.plain_attributes(self.modules), part.name)
+        for place, tensor in enumerate(running.made):
+            if running.returned[place] is None:
+                self.sources[id(tensor)] = (part.index, place)
+        self._alive.append(running)  # ids are only names while their objects live
+        self.running.append(running)
 
     def _proxy(self, tensor: torch.Tensor) -> torch.Tensor:
         return proxy_of(tensor, tensor.requires_grad and self.grad)
@@ -224,8 +241,7 @@ class _Pass:
 
     def _seeds(self) -> list[set[tuple[int, int]]]:
         """Sets of (part, place) from which a backward starts."""
-        outputs = [self.env[name] for name in self.unit.program.outputs]
-        value = outputs[0] if len(outputs) == 1 else tuple(outputs)
+        value = self.unit.program.result(self.env)
         every = {
             self.sources[id(t)]
             for t in tensors_of(flatten(value)[0])
@@ -412,8 +428,10 @@ def proxy_of(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     return tensor.detach().requires_grad_(requires_grad)
 
 
-def run_part(part: PartPlan, env: dict[str, Any], proxy: Callable[[torch.Tensor], torch.Tensor]) -> Running:
-    """Run the calls of a part on proxies of the values it reads, and put what it made into `env`."""
+def open_part(
+    part: PartPlan, env: dict[str, Any], proxy: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Running, dict[str, Any]]:
+    """Before the calls of a part: proxies of the values it reads, by name. `close_part` comes after them."""
     running = Running(part)
     values = [env[name] for name in part.reads]
     running.leaves, running.structure = flatten(values)
@@ -429,16 +447,29 @@ def run_part(part: PartPlan, env: dict[str, Any], proxy: Callable[[torch.Tensor]
             given.append(running.proxies[places[id(leaf)]])
         else:
             given.append(leaf)
-    versions = [p._version for p in running.proxies]
-    scope = {NOTHING: None, **dict(zip(part.reads, unflatten(running.structure, given), strict=True))}
+    running.versions = [p._version for p in running.proxies]
+    return running, {NOTHING: None, **dict(zip(part.reads, unflatten(running.structure, given), strict=True))}
+
+
+@contextmanager
+def in_place_words(part: PartPlan) -> Iterator[None]:
     try:
-        for call in part.calls:
-            run_call(call, scope)
+        yield
     except RuntimeError as error:
         if "leaf Variable that requires grad is being used in an in-place operation" in str(error):
             raise CutError(f"part {part.name} changes what it reads in place: {_IN_PLACE}") from error
         raise
-    _refuse_in_place(running, versions)
+
+
+def run_calls(part: PartPlan, scope: dict[str, Any]) -> None:
+    for call in part.calls:
+        run_call(call, scope)
+
+
+def close_part(running: Running, scope: dict[str, Any], env: dict[str, Any]) -> None:
+    """After the calls of a part: note what it made, and put it into `env`."""
+    part = running.part
+    _refuse_in_place(running, running.versions)
     makes = [scope[name] for name in part.makes]
     leaves, running.make_structure = flatten(makes)
     if part.kind is not GRAPHED:  # what an eager part hands on as it came is one tensor under two names, now as at replay
@@ -446,6 +477,7 @@ def run_part(part: PartPlan, env: dict[str, Any], proxy: Callable[[torch.Tensor]
         passed = [numbers.get(id(leaf)) for leaf in leaves]
         leaves = [leaf if n is None else running.inputs[n] for leaf, n in zip(leaves, passed, strict=True)]
         makes = unflatten(running.make_structure, leaves)
+    places = {id(tensor): number for number, tensor in enumerate(running.inputs)}
     made: dict[int, int] = {}
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
@@ -458,7 +490,6 @@ def run_part(part: PartPlan, env: dict[str, Any], proxy: Callable[[torch.Tensor]
             check_leaf(leaf, f"output {number} of part {part.name}")
             running.make_leaves.append(leaf)
     env.update(zip(part.makes, makes, strict=True))
-    return running
 
 
 _IN_PLACE = (

@@ -19,15 +19,16 @@ text says which values it reads and which it makes:
 `layer(hidden)` runs the parts one after the other, so the layer is an ordinary module; `graphcap.capture` turns the
 graphed parts into graphs. Neighbouring graphed parts, also of neighbouring layers, become one graph.
 
-The automatic cut of unmodified modules (`break_at=`) is not here yet; it will produce the same `Program`.
+The automatic cut of unmodified modules (`break_at=`) produces the same `Program`: see _trace.py.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -155,14 +156,44 @@ class Call:
 class Program:
     """A callable as straight-line code over named values.
 
-    `bind(args, kwargs)` gives the first values; the calls run in order; `outputs` name the results. `partial_layers`
-    are the modules whose `__call__` is bypassed since their parts are called one by one.
+    `bind(args, kwargs)` gives the first values; the calls run in order; `outputs` name the results, of which `assemble`
+    makes what the callable returns. `partial_layers` are the modules whose `__call__` is bypassed since their parts are
+    called one by one. `trace`: of a callable that was cut by itself, whose graphed calls can't be called one by one:
+    it runs the whole callable, and enters a context for each part as it gets there.
     """
 
     bind: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
     calls: tuple[Call, ...]
     outputs: tuple[str, ...]
     partial_layers: tuple[nn.Module, ...]
+    assemble: Callable[[tuple[Any, ...]], Any] = gather
+    trace: Traced | None = None
+
+    def result(self, env: Mapping[str, Any]) -> Any:
+        return self.assemble(tuple(env[name] for name in self.outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A part that is about to run: the values that it may use, by name; `stands`: they hold its results already, so
+    that it must not run (recording does so with eager parts)."""
+
+    scope: dict[str, Any]
+    stands: bool = False
+
+
+class Traced(Protocol):
+    """A callable that runs as a whole, part after part."""
+
+    def follow(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parts: Sequence[Any],
+        opened: Callable[[Any], AbstractContextManager[Opened]],
+    ) -> set[int]:
+        """Run it; `opened(part)` is entered where a part begins and left where it ends, with what it makes in the scope.
+        Returns the ids of the modules whose Python ran in graphed parts."""
 
 
 ARGUMENTS = ("args", "kwargs")
