@@ -17,10 +17,10 @@ from graphcap import _torch_private as private
 from graphcap._capture import BackwardGraph, CaptureSet, GraphSet, PartGraphs
 from graphcap._plan import PartPlan
 from graphcap._tensors import Structure, compact, flatten, same_constant, unflatten
-from graphcap._warmup import OutIndex, PartFacts, Pattern, distinct_tensors, entry_values, run_call
+from graphcap._warmup import OutIndex, PartFacts, Pattern, distinct_tensors, entry_values
 from graphcap.errors import InFlightError, InputMismatch, ReplayError, StateError
 from graphcap.order import Phase
-from graphcap.partial_layer import NOTHING
+from graphcap.partial_layer import NOTHING, run_call
 
 
 class Flight:

@@ -17,6 +17,7 @@ from graphcap._tensors import flatten, unflatten
 from graphcap._warmup import loss_of
 from graphcap.errors import ReplayError, ReplayOrderError
 from graphcap.order import Order, Phase, Step
+from graphcap.partial_layer import run_plain as run_plain
 
 
 class HasPhase(Protocol):
@@ -203,11 +204,3 @@ class Steps:
 
     def _advance(self) -> None:
         self.cursor = (self.cursor + 1) % len(self.order)
-
-
-def run_plain(layers: tuple[Callable[..., Any], ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Layers in sequence, eagerly: the output of one is the first argument of the next."""
-    value = layers[0](*args, **kwargs)
-    for layer in layers[1:]:
-        value = layer(value)
-    return value

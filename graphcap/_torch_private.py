@@ -7,6 +7,7 @@ Written for torch 2.11 to 2.14; a name that moves is mended here and nowhere els
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
@@ -126,6 +127,79 @@ def python_nodes(roots: Sequence[torch.Tensor]) -> list[Any]:
             found.append(node)
         todo.extend(parent for parent, _ in node.next_functions)
     return found
+
+
+# --- tracing ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def patched_function_apply(handle: Callable[..., Any]) -> Iterator[None]:
+    """`handle(cls, run, args, kwargs)` is called in place of every torch.autograd.Function.apply, also through a reference
+    bound at import: it reaches `_SingleLevelFunction` by super(). A TorchFunctionMode does not see these calls."""
+    base = torch.autograd.function._SingleLevelFunction
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return handle(cls, super(base, cls).apply, args, kwargs)
+
+    had = base.__dict__.get("apply")
+    base.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if had is None:
+            del base.apply
+        else:
+            base.apply = had
+
+
+@contextmanager
+def not_capturing_for_users(thread: int) -> Iterator[None]:
+    """Code outside torch that asks `torch.cuda.is_current_stream_capturing()` on this thread hears False: models take
+    another branch while they are captured, and warm-up must have run the same one."""
+    asked = torch.cuda.is_current_stream_capturing
+
+    def answer() -> bool:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if threading.get_ident() == thread and caller != "torch" and not caller.startswith("torch."):
+            return False
+        return bool(asked())
+
+    torch.cuda.is_current_stream_capturing = answer
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
+
+
+def top_function_mode() -> Any:
+    """The innermost TorchFunctionMode of this thread, or None."""
+    from torch.overrides import _get_current_function_mode
+
+    return _get_current_function_mode()
+
+
+def top_dispatch_mode() -> Any:
+    """The innermost TorchDispatchMode of this thread, or None."""
+    return _python_dispatch._get_current_dispatch_mode()
+
+
+def saves_through_hooks() -> bool:
+    """Whether saved-tensor hooks are active: a non-reentrant checkpoint, save_on_cpu, or the user's own."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether it is a wrapper of a functorch transform (vmap, grad), which has no storage of its own."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+class StorageKey:
+    """A weak reference to a storage. As long as it exists, no other storage can get the same key."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self._reference = StorageWeakRef(tensor.untyped_storage())
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from graphcap._tensors import (
 )
 from graphcap.backends.base import Backend
 from graphcap.errors import CutError, GraphcapError, WarmupError
-from graphcap.partial_layer import GRAPHED, NOTHING, Call, Opened, spread
+from graphcap.partial_layer import GRAPHED, NOTHING, Opened, run_call
 
 Pattern = tuple[bool, ...]  # per differentiable output of a part: does a gradient arrive
 
@@ -505,11 +505,6 @@ def _refuse_in_place(running: Running, versions: Sequence[int]) -> None:
         if proxy._version != version and (running.part.kind is GRAPHED or proxy.requires_grad):
             shape = list(proxy.shape)
             raise CutError(f"part {running.part.name} changes its input number {number} (shape {shape}) in place: {_IN_PLACE}")
-
-
-def run_call(call: Call, scope: dict[str, Any]) -> None:
-    made = call.run(*(scope[name] for name in call.reads))
-    scope.update(zip(call.makes, spread(made, len(call.makes), call.name), strict=True))
 
 
 def differentiate(

@@ -10,13 +10,13 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from graphcap import _capture, _guards, _plan, _warmup
+from graphcap import _capture, _guards, _plan, _trace_plan, _warmup
 from graphcap._graphed import Ambient, Graphed, Runner
 from graphcap._plan import CapturePlan, Layers
 from graphcap._tensors import flatten
 from graphcap.backends import choose
 from graphcap.config import CaptureConfig
-from graphcap.errors import CutError, OrderError, PlanError, SampleError, StateError, WarmupError
+from graphcap.errors import OrderError, PlanError, SampleError, StateError, WarmupError
 from graphcap.order import Order
 
 Args = tuple[Any, ...]
@@ -28,7 +28,7 @@ def capture(
     sample_args: Any,
     sample_kwargs: Any = None,
     *,
-    break_at: Sequence[Any] | str = (),
+    break_at: Any = (),
     order: Order | str | None = None,
     backend: str = "auto",
     config: CaptureConfig | None = None,
@@ -40,21 +40,19 @@ def capture(
         tuple of C chunks, each a module or a tuple of layers.
     sample_args, sample_kwargs: arguments as calls will have them (shapes, dtypes, strides, requires_grad, constants);
         their values do not matter. Under an order: one entry per chunk.
+    break_at: what must run eagerly: names or patterns of submodules ("*.experts"), modules, module classes, functions,
+        "auto" (whatever reads the host), or several of these. The model stays as it is (docs/guides/capture-any-model.md).
     order: the steps that will run (`Order` or its text); None means forward, backward, forward, backward, ...
     backend: "cuda", "tape" (CPU, for tests), or "auto".
     Nothing is left behind: buffers, gradients, generators and modes are as before, also when capture fails.
     Raises PlanError, CutError (what can't be cut), CaptureError (what can't be recorded), DeviceError.
     """
-    if break_at:
-        raise CutError(
-            "break_at: the automatic cut is not built yet. Declare the parts of the layer (graphcap.PartialLayer)"
-        )
     if quantization is not None:
         raise StateError("quantization: captured FP8 state is not built yet. Capture without it")
     order = Order.parse(order) if isinstance(order, str) else order
     chunks, samples, root = _normalise(module, sample_args, sample_kwargs, order)
     plan = _plan.build(chunks, samples, order, config or CaptureConfig())
-    runner = _run_stages(plan, backend, drop_in=False)
+    runner = _run_stages(plan, backend, drop_in=False, break_at=break_at)
     return Graphed(root, runner, chunks)
 
 
@@ -65,6 +63,7 @@ def _run_stages(
     drop_in: bool,
     pool: object | None = None,
     allow_unused: bool = True,
+    break_at: Any = (),
 ) -> Runner:
     """Warm up, record and bind a plan; whatever happens inside, the surroundings are as before."""
     layers = tuple(layer for unit in plan.units for layer in unit.layers)
@@ -81,12 +80,18 @@ def _run_stages(
         _guards.leaf_aliases(modules) as parameters,
         _guards.kept_autocast(),
     ):
+        if _asks_for_breaks(break_at):
+            plan = _trace_plan.cut_at(plan, break_at, backend.device)
         facts = _warmup.run(plan, backend, parameters)
         if not allow_unused:
             _refuse_unused(facts)
         captured = _capture.record(facts, backend, pool, kept)
         lazy = _guards.changed_attributes(attributes, _guards.plain_attributes(modules))
     return Runner(captured, backend, ambient, lazy)
+
+
+def _asks_for_breaks(break_at: Any) -> bool:
+    return not isinstance(break_at, str | tuple | list) or bool(break_at)
 
 
 def _refuse(plan: CapturePlan, modules: Sequence[nn.Module], drop_in: bool) -> None:

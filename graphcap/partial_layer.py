@@ -182,6 +182,19 @@ class Opened:
     stands: bool = False
 
 
+def run_call(call: Call, scope: dict[str, Any]) -> None:
+    made = call.run(*(scope[name] for name in call.reads))
+    scope.update(zip(call.makes, spread(made, len(call.makes), call.name), strict=True))
+
+
+def run_plain(layers: Sequence[Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Layers in sequence, eagerly: the output of one is the first argument of the next."""
+    value = layers[0](*args, **kwargs)
+    for layer in layers[1:]:
+        value = layer(value)
+    return value
+
+
 class Traced(Protocol):
     """A callable that runs as a whole, part after part."""
 

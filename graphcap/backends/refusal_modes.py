@@ -11,6 +11,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,14 +29,26 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 def user_line() -> str:
     """`file:line: source` of the innermost frame that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not _is_library(name):
-            source = linecache.getline(name, frame.f_lineno, frame.f_globals).strip()
-            return f"{name}:{frame.f_lineno}: {source}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "a line that is not on this thread's stack (a backward pass)"
+    return line_text(user_place())
+
+
+def user_place() -> tuple[str, int] | None:
+    """File and line of the innermost frame that is neither torch's nor ours."""
+    frame = user_frame()
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def user_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def line_text(place: tuple[str, int] | None) -> str:
+    if place is None:
+        return "a line that is not on this thread's stack (a backward pass)"
+    return f"{place[0]}:{place[1]}: {linecache.getline(*place).strip()}"
 
 
 def _is_library(file: str) -> bool:

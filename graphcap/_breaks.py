@@ -1,0 +1,208 @@
+"""Where to break: what the user wrote in `break_at=`, found in the modules; and how a call of it is intercepted.
+
+Breaks are found by patching `torch.nn.Module.__call__` while a trace runs (as torch.fx does), so hooks on a break module
+run eagerly at every call. Patches are filtered by thread and undone in `finally`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any, Protocol
+
+from torch import nn
+
+from graphcap import _torch_private as private
+from graphcap.errors import CutError
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A module or function that runs eagerly: its name in errors and in the plan, and why it is a break."""
+
+    what: Any
+    title: str
+    reason: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A module's class may have a __call__ of its own around nn.Module's, and that part of it is in the graph.
+        if isinstance(self.what, nn.Module):
+            return nn.Module.__call__(self.what, *args, **kwargs)
+        return self.what(*args, **kwargs)
+
+
+@dataclass(slots=True)
+class Breaks:
+    """All targets by id, and what each entry of `break_at` stands for (to find entries that are never called)."""
+
+    targets: dict[int, Target] = field(default_factory=dict)
+    entries: list[tuple[str, set[int]]] = field(default_factory=list)
+    auto: bool = False
+
+    def add(self, what: Any, title: str, reason: str) -> None:
+        self.targets.setdefault(id(what), Target(what, title, reason))
+
+    def functions(self) -> list[Target]:
+        return [target for target in self.targets.values() if not isinstance(target.what, nn.Module)]
+
+
+def find(break_at: Any, roots: Sequence[tuple[str, nn.Module]]) -> Breaks:
+    """The targets of `break_at` in the named modules: names and patterns ("*.experts"), modules, classes, functions,
+    "auto", or several of these."""
+    entries = [break_at] if isinstance(break_at, str | type | nn.Module) or callable(break_at) else list(break_at)
+    names = _names(roots)
+    breaks = Breaks()
+    for entry in entries:
+        if isinstance(entry, str) and entry == AUTO:
+            breaks.auto = True
+        elif isinstance(entry, str):
+            _add_pattern(breaks, entry, names)
+        elif isinstance(entry, nn.Module):
+            title = next((name for name, module in names if module is entry), None)
+            _add_found(breaks, f"the {type(entry).__name__}", [] if title is None else [(title, entry)], "it was given")
+        elif isinstance(entry, type):
+            found = [(name, module) for name, module in names if isinstance(module, entry)]
+            _add_found(breaks, entry.__name__, found, f"it is a {entry.__name__}")
+        elif isinstance(entry, FunctionType):
+            breaks.add(entry, f"{entry.__module__}.{entry.__qualname__}", "it was given")
+            breaks.entries.append((entry.__qualname__, {id(entry)}))
+        else:
+            raise CutError(
+                f"break_at: {entry!r} is neither a submodule's name or pattern, nor a module, a module class, a function or 'auto'"
+            )
+    tops = {id(module) for _, module in roots}
+    for key, target in breaks.targets.items():
+        if key in tops:
+            raise CutError(f"break_at names the captured module itself ({target.title}): nothing would be left for a graph")
+    return breaks
+
+
+def _names(roots: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    found = []
+    for prefix, root in roots:
+        for name, module in root.named_modules(remove_duplicate=False):
+            found.append((".".join(piece for piece in (prefix, name) if piece), module))
+    return found
+
+
+def _add_pattern(breaks: Breaks, pattern: str, names: Sequence[tuple[str, nn.Module]]) -> None:
+    found = [(name, module) for name, module in names if name and fnmatch.fnmatchcase(name, pattern)]
+    if not found:
+        close = difflib.get_close_matches(pattern, [name for name, _ in names if name], n=3, cutoff=0.4)
+        hint = f" Did you mean {', '.join(close)}?" if close else ""
+        raise CutError(f"break_at: no submodule is called {pattern!r}.{hint}")
+    _add_found(breaks, repr(pattern), found, f"break_at={pattern!r}")
+
+
+def _add_found(breaks: Breaks, entry: str, found: Sequence[tuple[str, nn.Module]], reason: str) -> None:
+    if not found:
+        raise CutError(f"break_at: {entry} is not among the captured modules")
+    for title, module in found:
+        breaks.add(module, title or type(module).__name__, reason)
+    breaks.entries.append((entry, {id(module) for _, module in found}))
+
+
+class Watcher(Protocol):
+    """What a trace does with intercepted calls; each calls `run` for what was meant."""
+
+    def on_module(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def on_apply(self, kind: type, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def on_function(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def on_direct_forward(self, target: Target) -> None: ...
+
+
+@contextmanager
+def intercepted(watcher: Watcher, breaks: Breaks) -> Iterator[None]:
+    """While inside, this thread's calls of modules, autograd Functions and function breaks go through `watcher`."""
+    thread = threading.get_ident()
+    call = nn.Module.__call__
+
+    def module_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return call(self, *args, **kwargs)
+        return watcher.on_module(self, lambda *a, **k: call(self, *a, **k), args, kwargs)
+
+    nn.Module.__call__ = module_call  # type: ignore[method-assign]
+    try:
+        with (
+            private.patched_function_apply(_on_thread(thread, watcher.on_apply)),
+            private.not_capturing_for_users(thread),
+            _guarded_forwards(watcher, breaks, thread),
+            _replaced_functions(watcher, breaks, thread),
+        ):
+            yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def _on_thread(thread: int, handle: Callable[..., Any]) -> Callable[..., Any]:
+    def on_apply(kind: type, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != thread:
+            return run(*args, **kwargs)
+        return handle(kind, run, args, kwargs)
+
+    return on_apply
+
+
+@contextmanager
+def _guarded_forwards(watcher: Watcher, breaks: Breaks, thread: int) -> Iterator[None]:
+    """A direct call of a break's `.forward` goes past its hooks, and past us: the watcher is told."""
+    undo: list[tuple[nn.Module, bool, Any]] = []
+    try:
+        for target in breaks.targets.values():
+            if isinstance(target.what, nn.Module):
+                module = target.what
+                undo.append((module, "forward" in module.__dict__, module.__dict__.get("forward")))
+                module.__dict__["forward"] = _guarded(watcher, target, module.forward, thread)
+        yield
+    finally:
+        for module, had, before in undo:
+            if had:
+                module.__dict__["forward"] = before
+            else:
+                module.__dict__.pop("forward", None)
+
+
+def _guarded(watcher: Watcher, target: Target, forward: Callable[..., Any], thread: int) -> Callable[..., Any]:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            watcher.on_direct_forward(target)
+        return forward(*args, **kwargs)
+
+    return guarded
+
+
+@contextmanager
+def _replaced_functions(watcher: Watcher, breaks: Breaks, thread: int) -> Iterator[None]:
+    """Functions are bound at import: every module global that *is* the function is another one while inside."""
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for target in breaks.functions():
+            replacement = _replacement(watcher, target, thread)
+            for table in [vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__")]:
+                for name in [name for name, value in list(table.items()) if value is target.what]:
+                    undo.append((table, name, target.what))
+                    table[name] = replacement
+        yield
+    finally:
+        for table, name, value in undo:
+            table[name] = value
+
+
+def _replacement(watcher: Watcher, target: Target, thread: int) -> Callable[..., Any]:
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return target.what(*args, **kwargs)
+        return watcher.on_function(target, args, kwargs)
+
+    return replaced
+
+

@@ -1,0 +1,387 @@
+"""A user's forward while it runs as a whole: which tensor is which value, and in which stretch it is used.
+
+Words: stretch k is what runs between break k - 1 and break k. A *value* is a tensor as the user's code knows it, whatever
+stretch it is used in; its name says where it was made (`relu#2:17:0`: result 0 of call 17, in stretch 2). In a stretch
+that did not make it, a value is stood for by a *proxy*, a leaf: arguments are replaced as calls are made, so the user's
+code never holds a proxy unless a call returned it.
+
+The trace sees outermost torch calls (a TorchFunctionMode), calls of modules and autograd Functions (_breaks.py). All
+runs of one forward must see the same calls; _trace_analysis.py makes the first one, and _trace_follow.py compares.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from graphcap import _torch_private as private
+from graphcap._breaks import Breaks, Target
+from graphcap._tensors import Structure
+from graphcap.backends.refusal_modes import line_text, user_place
+from graphcap.backends.tape_refusals import tensors_in
+from graphcap.errors import CutError
+
+Place = tuple[str, int] | None
+OUTSIDE = -1  # the "stretch" of callable inputs and of what breaks make
+
+
+@dataclass(slots=True)
+class Value:
+    """made: the stretch that made it (OUTSIDE for inputs and results of breaks). homes: what stands for it in later
+    stretches. place: the user's line that made it. root: the storage that it was made on (analysis alone)."""
+
+    name: str
+    made: int
+    origin: weakref.ref[torch.Tensor]
+    place: Place
+    root: int = 0
+    homes: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def now(self) -> torch.Tensor:
+        """The tensor that holds what the value is at the moment."""
+        found = self.homes[max(self.homes)] if self.homes else self.origin()
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One call: its name, what its arguments were (tensors as specs, with the value's name where one crosses), and the
+    user's line."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    place: Place
+
+    def same(self, other: Entry) -> bool:
+        return self.name == other.name and self.arguments == other.arguments
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(map(str, self.arguments))})\n    at {line_text(self.place)}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateRef:
+    """A parameter, buffer or tensor attribute, found by its place: its tensor is another one while it is captured."""
+
+    owner: nn.Module
+    table: str  # "_parameters", "_buffers" or "__dict__"
+    key: str
+
+    def get(self) -> Any:
+        return getattr(self.owner, self.table).get(self.key)
+
+
+def state_of(modules: list[nn.Module]) -> dict[int, StateRef]:
+    """All tensors that modules hold directly, by id."""
+    found: dict[int, StateRef] = {}
+    for module in (m for top in modules for m in top.modules()):
+        for table in ("_parameters", "_buffers", "__dict__"):
+            for key, tensor in getattr(module, table).items():
+                if isinstance(tensor, torch.Tensor):
+                    found.setdefault(id(tensor), StateRef(module, table, key))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A leaf of a break's arguments or results, or of the outputs, that is a value."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class BreakRecord:
+    """A call of a break as it was seen. Leaves are Refs, StateRefs or constants; `new`: the values that it made.
+    grad: whether it ran in grad mode; autocast: (enabled, dtype)."""
+
+    target: Target
+    arguments: Structure
+    argument_leaves: tuple[Any, ...]
+    results: Structure
+    result_leaves: tuple[Any, ...]
+    result_specs: tuple[Any, ...]
+    new: tuple[str, ...]
+    grad: bool
+    autocast: tuple[bool, torch.dtype]
+    place: Place
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(leaf.name for leaf in self.argument_leaves if isinstance(leaf, Ref)))
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What the analysis found, and every later run must repeat. reads: per stretch the names of the values that cross
+    into it, in order of use; cloned: (name, stretch) where a value is cloned at its first use since it is changed in
+    place there; unseen: values that no call was seen to make."""
+
+    entries: tuple[Entry, ...]
+    results: tuple[tuple[Any, ...], ...]
+    breaks: tuple[BreakRecord, ...]
+    reads: tuple[tuple[str, ...], ...]
+    filled: frozenset[int]
+    cloned: frozenset[tuple[str, int]]
+    unseen: frozenset[str]
+    inputs: tuple[str, ...]
+    output: Structure
+    output_leaves: tuple[Any, ...]
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """The values that somebody needs in another stretch."""
+        names = {name for reads in self.reads for name in reads}
+        names.update(name for record in self.breaks for name in record.reads)
+        return frozenset(names.union(leaf.name for leaf in self.output_leaves if isinstance(leaf, Ref)))
+
+
+class Trace(ABC):
+    """What all runs share; also the watcher of intercepted calls."""
+
+    def __init__(self, modules: list[nn.Module], breaks: Breaks) -> None:
+        self.modules, self.breaks = modules, breaks
+        self.state = state_of(modules)
+        self.stretch = 0
+        self.entries: list[Entry] = []
+        self.results: list[tuple[Any, ...]] = []
+        self.calls_in: dict[int, int] = {}  # stretch -> number of calls
+        self.visited: set[int] = {id(module) for module in modules}
+        self.depth: list[type] = []  # autograd Functions that are running
+        self.active = False
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Value]] = {}
+
+    # ------------------------------------------------------------------------------------------------------ subclasses
+
+    @abstractmethod
+    def cross(self, value: Value) -> torch.Tensor:
+        """What stands for an earlier value in this stretch, at its first use there."""
+
+    @abstractmethod
+    def unknown(self, tensor: torch.Tensor, where: str) -> Value | None:
+        """A tensor that no call was seen to make; a Value if it becomes one here."""
+
+    @abstractmethod
+    def at_break(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        """A break is called."""
+
+    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A torch call is about to run."""
+
+    def noted(self, number: int) -> None:
+        """A call was written down."""
+
+    def returned(self, number: int) -> None:
+        """Its results were."""
+
+    # ---------------------------------------------------------------------------------------------------------- values
+
+    def state_ref(self, tensor: torch.Tensor) -> StateRef | None:
+        found = self.state.get(id(tensor))
+        return found if found is not None and found.get() is tensor else None
+
+    def value_of(self, tensor: torch.Tensor) -> Value | None:
+        found = self._known.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def register(self, tensor: torch.Tensor, value: Value) -> Value:
+        self._known[id(tensor)] = (weakref.ref(tensor), value)
+        return value
+
+    def new_value(self, tensor: torch.Tensor, name: str, made: int, place: Place) -> Value:
+        return self.register(tensor, Value(name, made, weakref.ref(tensor), place))
+
+    def use(self, tensor: torch.Tensor, where: str) -> tuple[torch.Tensor, str]:
+        """What a call in this stretch gets for a tensor, and the name of the value if it crosses into the stretch."""
+        if private.is_transformed(tensor):
+            return tensor, ""
+        value = self.value_of(tensor)
+        if value is None:
+            self.unknown(tensor, where)
+            return tensor, ""
+        if value.made == self.stretch:
+            return value.homes.get(self.stretch, tensor), ""
+        if self.stretch not in value.homes:
+            name = value.name
+            proxy = self.cross(value)
+            value.homes[self.stretch] = proxy
+            self.register(proxy, value)
+            return proxy, name
+        return value.homes[self.stretch], value.name
+
+    # ----------------------------------------------------------------------------------------------------------- calls
+
+    def call(self, title: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call with its arguments replaced, and write it down."""
+        number = len(self.entries)
+        self.calls_in[self.stretch] = self.calls_in.get(self.stretch, 0) + 1
+        described: list[Any] = []
+
+        def swap(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                described.append(_constant(leaf))
+                return leaf
+            given, crossing = self.use(leaf, f"{number}:{len(described)}")
+            described.append((crossing, *spec(given)))
+            return given
+
+        args = tuple(mapped(arg, swap) for arg in args)
+        kwargs = {key: mapped(value, swap) for key, value in kwargs.items()}
+        self.entries.append(Entry(title, tuple(described), user_place()))
+        self.results.append(())
+        self.noted(number)
+        result = func(*args, **kwargs)
+        self._note_results(number, title, result)
+        return result
+
+    def _note_results(self, number: int, title: str, result: Any) -> None:
+        specs: list[Any] = []
+        for place, tensor in enumerate(tensors_in(result)):
+            if private.is_transformed(tensor):
+                continue
+            specs.append(spec(tensor))
+            if self.value_of(tensor) is None and self.state_ref(tensor) is None:
+                name = f"{title}#{self.stretch}:{number}:{place}"
+                self.new_value(tensor, name, self.stretch, self.entries[number].place)
+        if not specs and isinstance(result, bool | int | float | str):
+            specs.append(_constant(result))
+        self.results[number] = tuple(specs)
+        self.returned(number)
+
+    # --------------------------------------------------------------------------------------------------------- watcher
+
+    def on_module(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.active:
+            return run(*args, **kwargs)
+        target = self.breaks.targets.get(id(module))
+        if target is not None:
+            return self.at_break(target, args, kwargs, run)
+        self.visited.add(id(module))
+        return run(*args, **kwargs)
+
+    def on_function(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.active:
+            return target.what(*args, **kwargs)
+        return self.at_break(target, args, kwargs, target.what)
+
+    def on_apply(self, kind: type, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.active or torch.is_inference_mode_enabled():
+            return run(*args, **kwargs)
+        self.depth.append(kind)
+        try:
+            return self.call(f"{kind.__name__}.apply", run, args, kwargs)
+        finally:
+            self.depth.pop()
+
+    def on_direct_forward(self, target: Target) -> None:
+        if self.active:
+            raise CutError(
+                f"{target.title} is a break, but its .forward is called directly, past its hooks\n  at "
+                f"{line_text(user_place())}\n  Way out: call the module itself, or break at the module that does this"
+            )
+
+    def refuse_nesting(self, target: Target, mode: object) -> None:
+        """States of torch in which a graph can't be ended and another begun."""
+        if self.depth:
+            kind = self.depth[-1].__name__
+            cure = "let the checkpointed region lie inside one break or between two" if "Checkpoint" in kind else (
+                "break at the module that calls it"
+            )
+            raise CutError(f"{target.title} is called inside {kind}.apply: a break can't be in there. Way out: {cure}")
+        if private.saves_through_hooks():
+            raise CutError(
+                f"{target.title} is called where saved-tensor hooks are active (an activation checkpoint around it?): what "
+                "is recomputed would contain a break. Way out: checkpoint inside the break or between breaks, or break at "
+                "the module that contains the checkpoint"
+            )
+        if private.in_functorch_transform():
+            raise CutError(f"{target.title} is called inside a functorch transform (vmap, grad): break outside of it")
+        if torch.is_inference_mode_enabled():
+            raise CutError(f"{target.title} is called under inference_mode: use torch.no_grad()")
+        if mode is not None and private.top_function_mode() is not mode:
+            raise CutError(
+                f"{target.title} is called inside a TorchFunctionMode of the model's (`with torch.device(...)`?): open it "
+                "inside the break or between breaks"
+            )
+
+
+class Mode(TorchFunctionMode):
+    """Hands outermost torch calls to the trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name(func)
+        if name in _METADATA or name.startswith("get ") or not self.trace.active:
+            return func(*args, **kwargs)
+        if name in _HOOKS or name.startswith("set "):
+            raise CutError(
+                f"{name.removeprefix('set ')} is set on a tensor, or hooked to one, in a graphed stretch: Python does not run "
+                f"at replay\n  at {line_text(user_place())}\n  Way out: break at the module that does it"
+            )
+        self.trace.called(func, args, kwargs)
+        return self.trace.call(name, func, args, kwargs)
+
+
+_METADATA = frozenset(
+    "size dim ndimension stride numel nelement element_size is_contiguous is_floating_point is_complex is_signed "
+    "storage_offset get_device __len__ __hash__ is_same_size is_inference is_pinned is_conj is_neg has_names untyped_storage "
+    "data_ptr is_tensor result_type can_cast is_distributed dim_order is_shared is_coalesced storage_type _is_view is_storage "
+    "__dir__ __reduce_ex__".split()
+)
+_HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "set_"))
+_TENSORS = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """The name of a call; "get x" and "set x" for attributes, but for those that make a tensor."""
+    name = getattr(func, "__name__", repr(func))
+    if name not in ("__get__", "__set__", "__delete__"):
+        return name
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    if name != "__get__":
+        return f"set {attribute}"
+    return attribute if attribute in _TENSORS else f"get {attribute}"
+
+
+def spec(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if private.is_transformed(tensor):
+        return ("transformed",)
+    return (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.requires_grad)
+
+
+def _constant(value: Any) -> Any:
+    """What must be equal in every run of a value that is no tensor."""
+    if isinstance(value, float | complex):
+        return repr(value)
+    if isinstance(value, bool | int | str | bytes | None | torch.dtype | torch.device | torch.Size):
+        return value
+    if isinstance(value, slice):
+        return ("slice", _constant(value.start), _constant(value.stop), _constant(value.step))
+    return type(value).__name__
+
+
+def mapped(value: Any, swap: Callable[[Any], Any]) -> Any:
+    """The argument with every leaf replaced by `swap(leaf)`; containers stay the same objects where nothing changed."""
+    kind = type(value)
+    if kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+        items = [mapped(item, swap) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    if kind is dict:
+        entries = {key: mapped(item, swap) for key, item in value.items()}
+        return value if all(entries[key] is value[key] for key in entries) else entries
+    return swap(value)

@@ -1,0 +1,190 @@
+"""From `break_at=` to the final plan: the analysis of every unit, and "auto".
+
+Called inside the state that capture keeps and restores, with parameters replaced by their aliases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphcap import _guards
+from graphcap._breaks import Breaks, find
+from graphcap._plan import CapturePlan, UnitPlan, cut
+from graphcap._tensors import flatten, tensors_of, unflatten
+from graphcap._trace import Ref, Script
+from graphcap._trace_analysis import Analysis, NeedsClone, constants_of
+from graphcap._trace_auto import discover
+from graphcap._trace_follow import different, program_of
+from graphcap._warmup import differentiate, sample_copies
+from graphcap.backends.refusal_modes import line_text
+from graphcap.errors import CutError, GraphcapError, WarmupError
+from graphcap.partial_layer import PartialLayer, run_plain
+
+_RESTARTS = 1000  # one per value and stretch in which it is changed in place
+
+
+def cut_at(plan: CapturePlan, break_at: Any, device: torch.device) -> CapturePlan:
+    """The plan with every unit cut at its breaks."""
+    roots = [root for unit in plan.units for root in _roots(unit, len(plan.units) > 1)]
+    breaks = find(break_at, roots)
+    called: set[int] = set()
+    units = tuple(_cut_unit(plan, unit, breaks, device, called) for unit in plan.units)
+    for entry, ids in breaks.entries:
+        if not ids & called:
+            raise CutError(
+                f"break_at: {entry} is never called in the forward (called under another name, or a container whose children "
+                "are called?): name what is called"
+            )
+    return replace(plan, units=units)
+
+
+def _roots(unit: UnitPlan, several: bool) -> list[tuple[str, nn.Module]]:
+    modules = _guards.modules_of(unit.layers)
+    for module in modules:
+        if any(isinstance(child, PartialLayer) for child in module.modules()):
+            raise CutError("break_at together with a PartialLayer: its parts say already where to break. Use one of the two")
+    prefix = [str(unit.chunk)] if several else []
+    if len(unit.layers) == 1:
+        return [(".".join(prefix), module) for module in modules]
+    return [(".".join([*prefix, str(number)]), module) for number, module in enumerate(modules)]
+
+
+def _cut_unit(
+    plan: CapturePlan, unit: UnitPlan, breaks: Breaks, device: torch.device, called: set[int]
+) -> UnitPlan:
+    grad = plan.order.training and torch.is_grad_enabled()
+    modules = _guards.modules_of(unit.layers)
+    constants = constants_of(modules)
+    layers = unit.calls
+    _run_once(unit, grad)  # lazy state settles, and what fails in eager fails here, in the user's own words
+
+    def analysis(cloned: frozenset[tuple[str, int]]) -> Analysis:
+        return Analysis(modules, breaks, grad, device, cloned, constants)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return run_plain(layers, args, kwargs)
+
+    if breaks.auto:
+        discover(modules, breaks, grad, device, constants, run, lambda: sample_copies(unit.samples[0]))
+    script, cloned = _analyse(analysis, run, unit, called)
+    probe = _probe(analysis(cloned), run, unit)
+    if probe is not None:
+        _refuse_difference(script, probe)
+    program = program_of(layers, script, breaks, grad, device.type)
+    return replace(unit, program=program, parts=cut(program))
+
+
+def _run_once(unit: UnitPlan, grad: bool) -> None:
+    args, kwargs = sample_copies(unit.samples[0])
+    try:
+        with torch.set_grad_enabled(grad):
+            result = run_plain(unit.calls, args, kwargs)
+        outputs = [t for t in tensors_of(flatten(result)[0]) if t.requires_grad]
+        leaves = [p for m in _guards.modules_of(unit.layers) for p in m.parameters() if p.requires_grad]
+        if outputs and leaves and grad:
+            differentiate(outputs, leaves, [torch.ones_like(t) for t in outputs], False)
+    except GraphcapError:
+        raise
+    except Exception as error:
+        raise WarmupError(f"the eager run of {unit.title} failed: {type(error).__name__}: {error}") from error
+
+
+def _analyse(
+    analysis: Callable[[frozenset[tuple[str, int]]], Analysis], run: Callable[..., Any], unit: UnitPlan, called: set[int]
+) -> tuple[Script, frozenset[tuple[str, int]]]:
+    cloned: frozenset[tuple[str, int]] = frozenset()
+    for _ in range(_RESTARTS):
+        trace = analysis(cloned)
+        args, kwargs = sample_copies(unit.samples[0])
+        try:
+            script = trace.run(run, args, kwargs)
+        except NeedsClone as need:
+            cloned |= {(need.name, need.stretch)}
+            continue
+        called |= trace.called_targets
+        del args, kwargs
+        _refuse_escapes(trace)
+        return script, cloned
+    raise CutError(f"{unit.title}: more than {_RESTARTS} values are changed in place behind a break")
+
+
+def _refuse_escapes(trace: Analysis) -> None:
+    for value in trace.escaped():
+        raise CutError(
+            f"a tensor made in a graphed stretch is kept by something that outlives the call (a global list, a cache)\n  made at "
+            f"{line_text(value.place)}\n  Way out: return it as an output, or break at the module that keeps it"
+        )
+
+
+def _probe(trace: Analysis, run: Callable[..., Any], unit: UnitPlan) -> Script | None:
+    """The same analysis on other numbers: what differs depends on the data. None where the callable does not like them."""
+    leaves, structure = flatten(sample_copies(unit.samples[0]))
+    generator = torch.Generator().manual_seed(0)
+    args, kwargs = unflatten(structure, [_other(x, generator) if isinstance(x, torch.Tensor) else x for x in leaves])
+    try:
+        return trace.run(run, args, kwargs)
+    except CutError:
+        raise
+    except (NeedsClone, Exception):
+        return None
+
+
+def _other(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Values of the same kind: signs drawn anew, integers in another order."""
+    with torch.no_grad():
+        if tensor.is_floating_point():
+            signs = torch.randint(0, 2, tensor.shape, generator=generator).mul(2).sub(1)
+            tensor.data.mul_(signs.to(tensor.device, tensor.dtype)) if tensor.is_contiguous() else tensor.data.neg_()
+        elif tensor.numel() > 1 and tensor.is_contiguous():
+            order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
+            tensor.data.copy_(tensor.flatten()[order].view_as(tensor))
+    return tensor
+
+
+def _refuse_difference(first: Script, second: Script) -> None:
+    """What two runs on different numbers must have in common."""
+    for a, b in zip(first.breaks, second.breaks, strict=False):
+        if [x[:2] for x in a.result_specs] != [x[:2] for x in b.result_specs] or a.results != b.results:
+            raise CutError(
+                f"the break {a.target.title} returned {_specs(a.result_specs)} for one input and {_specs(b.result_specs)} for another. What "
+                f"crosses a break must have a static shape\n  called at {line_text(a.place)}\n  Way out: break at the module that "
+                "contains this one and whatever uses its result"
+            )
+        if not _same_leaves(a.result_leaves, b.result_leaves):
+            raise CutError(
+                f"the break {a.target.title} returned {_constants(a.result_leaves)} for one input and {_constants(b.result_leaves)} "
+                f"for another; a graph would freeze it\n  called at {line_text(a.place)}\n  Way out: return it as a tensor, or break "
+                "at the module that contains this one and whatever uses its result"
+            )
+        if not _same_leaves(a.argument_leaves, b.argument_leaves):
+            raise CutError(
+                f"the break {a.target.title} is called with {_constants(a.argument_leaves)} for one input and "
+                f"{_constants(b.argument_leaves)} for another; a graph would freeze it\n  called at {line_text(a.place)}"
+            )
+    for mine, other in zip(first.entries, second.entries, strict=False):
+        if not mine.same(other):
+            raise different(other, mine)
+    if len(first.entries) != len(second.entries):
+        longer = max(first.entries, second.entries, key=len)
+        raise different(longer[min(len(first.entries), len(second.entries))], None)
+    if not _same_leaves(first.output_leaves, second.output_leaves) or first.output != second.output:
+        raise CutError("the callable returns other Python values, or another structure, for other inputs; a graph would freeze them")
+
+
+def _same_leaves(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    from graphcap._tensors import same_constant
+
+    return len(a) == len(b) and all(x == y if isinstance(x, Ref) else same_constant(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _specs(specs: Sequence[Any]) -> str:
+    return ", ".join(f"{spec[0]}{list(spec[1])}" for spec in specs) or "nothing"
+
+
+def _constants(leaves: Sequence[Any]) -> str:
+    return ", ".join("a tensor" if isinstance(leaf, Ref) else repr(leaf) for leaf in leaves) or "nothing"
