@@ -11,6 +11,7 @@ runs of one forward must see the same calls; _trace_analysis.py makes the first 
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphcap import _torch_private as private
 from graphcap._breaks import Breaks, Target
-from graphcap._tensors import Structure
+from graphcap._tensors import Structure, flatten, tensors_of
 from graphcap.backends.refusal_modes import line_text, user_place
 from graphcap.backends.tape_refusals import tensors_in
 from graphcap.errors import CutError
@@ -371,6 +372,24 @@ def _constant(value: Any) -> Any:
     if isinstance(value, slice):
         return ("slice", _constant(value.start), _constant(value.stop), _constant(value.step))
     return type(value).__name__
+
+
+def taken_apart(value: Any) -> tuple[list[Any], Structure]:
+    """As `flatten`, but a dataclass without tensors (a configuration) stays whole: its type may not like to be rebuilt."""
+    leaves, structure = flatten(mapped(value, _whole))
+    return [leaf.value if isinstance(leaf, _Whole) else leaf for leaf in leaves], structure
+
+
+class _Whole:
+    """Hides a value from `flatten`."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _whole(leaf: Any) -> Any:
+    is_record = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+    return _Whole(leaf) if is_record and not tensors_of(flatten(leaf)[0]) else leaf
 
 
 def mapped(value: Any, swap: Callable[[Any], Any]) -> Any:

@@ -29,6 +29,7 @@ from graphcap._trace import (
     Trace,
     Value,
     spec,
+    taken_apart,
 )
 from graphcap.backends.refusal_modes import line_text, user_place
 from graphcap.backends.tape_record import written_arguments
@@ -404,7 +405,7 @@ class Analysis(Trace):
 
     def _run_break(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         number, place = len(self._records), user_place()
-        leaves, structure = flatten((args, kwargs))
+        leaves, structure = taken_apart((args, kwargs))
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and self.value_of(leaf) is None:
                 self.unknown(leaf, f"break:{at}")
@@ -462,7 +463,7 @@ class Analysis(Trace):
         arguments: tuple[Any, tuple[Any, ...]],
         state: tuple[bool, tuple[bool, torch.dtype]],
     ) -> tuple[BreakRecord, Any]:
-        leaves, structure = flatten(result)
+        leaves, structure = taken_apart(result)
         recorded: list[Any] = []
         new: list[str] = []
         specs: list[Any] = []

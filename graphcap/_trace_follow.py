@@ -18,7 +18,7 @@ from graphcap import _guards
 from graphcap._breaks import Breaks, Target, intercepted
 from graphcap._plan import PartPlan
 from graphcap._tensors import flatten, same_constant, unflatten
-from graphcap._trace import OUTSIDE, BreakRecord, Entry, Mode, Ref, Script, StateRef, Trace, Value
+from graphcap._trace import OUTSIDE, BreakRecord, Entry, Mode, Ref, Script, StateRef, Trace, Value, taken_apart
 from graphcap._trace_analysis import distinct
 from graphcap.backends.refusal_modes import line_text, user_place
 from graphcap.errors import CutError, InputMismatch
@@ -72,7 +72,7 @@ class BreakCall:
 
     def _made(self, result: Any, named: dict[str, torch.Tensor]) -> Any:
         record = self.record
-        leaves, structure = flatten(result)
+        leaves, structure = taken_apart(result)
         if structure != record.results:
             raise self._mismatch("returned another structure than at capture")
         made: dict[str, torch.Tensor] = {}
@@ -357,7 +357,7 @@ class _Follower(Trace):
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        for leaf in flatten((args, kwargs))[0]:
+        for leaf in taken_apart((args, kwargs))[0]:
             value = self.value_of(leaf) if isinstance(leaf, torch.Tensor) else None
             if value is not None:
                 found[value.name] = leaf
@@ -368,7 +368,7 @@ class _Follower(Trace):
         if record is None or record.target.what is not target.what:
             there = "the end" if record is None else f"the break {record.target.title}"
             raise CutError(f"the forward calls the break {target.title} in one run where another run came to {there}")
-        leaves, structure = flatten((args, kwargs))
+        leaves, structure = taken_apart((args, kwargs))
         if structure != record.arguments:
             raise CutError(f"the break {target.title} is called with other arguments in one run than in another")
         for at, (leaf, expected) in enumerate(zip(leaves, record.argument_leaves, strict=True)):
