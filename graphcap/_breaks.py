@@ -116,6 +116,7 @@ class Watcher(Protocol):
     def on_module(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def on_apply(self, kind: type, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def on_function(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def on_checkpoint(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     def on_direct_forward(self, target: Target) -> None: ...
 
 
@@ -124,6 +125,9 @@ def intercepted(watcher: Watcher, breaks: Breaks) -> Iterator[None]:
     """While inside, this thread's calls of modules, autograd Functions and function breaks go through `watcher`."""
     thread = threading.get_ident()
     call = nn.Module.__call__
+
+    def checkpoint_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return watcher.on_checkpoint(args, kwargs) if threading.get_ident() == thread else (args, kwargs)
 
     def module_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
@@ -134,6 +138,7 @@ def intercepted(watcher: Watcher, breaks: Breaks) -> Iterator[None]:
     try:
         with (
             private.patched_function_apply(_on_thread(thread, watcher.on_apply)),
+            private.patched_checkpoint(checkpoint_arguments),
             private.not_capturing_for_users(thread),
             _guarded_forwards(watcher, breaks, thread),
             _replaced_functions(watcher, breaks, thread),

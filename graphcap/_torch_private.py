@@ -153,6 +153,25 @@ def patched_function_apply(handle: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
+def patched_checkpoint(handle: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]) -> Iterator[None]:
+    """Every non-reentrant checkpoint gets the arguments that `handle(args, kwargs)` returns: it keeps them for its
+    recomputation. (`checkpoint` itself may be bound in a functools.partial; it looks this one up at each call.)"""
+    from torch.utils import checkpoint
+
+    begin = checkpoint._checkpoint_without_reentrant_generator
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = handle(args, kwargs)
+        return begin(*args, **kwargs)
+
+    checkpoint._checkpoint_without_reentrant_generator = replaced
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = begin
+
+
+@contextmanager
 def not_capturing_for_users(thread: int) -> Iterator[None]:
     """Code outside torch that asks `torch.cuda.is_current_stream_capturing()` on this thread hears False: models take
     another branch while they are captured, and warm-up must have run the same one."""

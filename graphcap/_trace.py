@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,6 +158,7 @@ class Trace(ABC):
         self.visited: set[int] = {id(module) for module in modules}
         self.depth: list[type] = []  # autograd Functions that are running
         self.active = False
+        self._applies = False  # the arguments of a Function are being replaced
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Value]] = {}
 
     # ------------------------------------------------------------------------------------------------------ subclasses
@@ -207,15 +209,19 @@ class Trace(ABC):
         if value is None:
             self.unknown(tensor, where)
             return tensor, ""
+        home = value.homes.get(self.stretch, tensor if value.made == self.stretch else None)
+        if home is not tensor:  # the recomputation would get it as it is
+            self._refuse_recomputed(value)
         if value.made == self.stretch:
-            return value.homes.get(self.stretch, tensor), ""
-        if self.stretch not in value.homes:
+            assert home is not None
+            return home, ""
+        if home is None:
             name = value.name
             proxy = self.cross(value)
             value.homes[self.stretch] = proxy
             self.register(proxy, value)
             return proxy, name
-        return value.homes[self.stretch], value.name
+        return home, value.name
 
     # ----------------------------------------------------------------------------------------------------------- calls
 
@@ -233,14 +239,24 @@ class Trace(ABC):
             described.append((crossing, *spec(given)))
             return given
 
-        args = tuple(mapped(arg, swap) for arg in args)
-        kwargs = {key: mapped(value, swap) for key, value in kwargs.items()}
+        with self._own_work():
+            args, kwargs = _swapped(args, kwargs, swap)
         self.entries.append(Entry(title, tuple(described), user_place()))
         self.results.append(())
         self.noted(number)
         result = func(*args, **kwargs)
-        self._note_results(number, title, result)
+        with self._own_work():
+            self._note_results(number, title, result)
         return result
+
+    @contextmanager
+    def _own_work(self) -> Iterator[None]:
+        """What the trace does itself is nobody's call."""
+        active, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = active
 
     def _note_results(self, number: int, title: str, result: Any) -> None:
         specs: list[Any] = []
@@ -275,11 +291,48 @@ class Trace(ABC):
     def on_apply(self, kind: type, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.active or torch.is_inference_mode_enabled():
             return run(*args, **kwargs)
-        self.depth.append(kind)
+
+        def inside(*inner: Any, **named: Any) -> Any:  # its arguments are replaced before it begins
+            self._applies = False
+            self.depth.append(kind)
+            try:
+                return run(*inner, **named)
+            finally:
+                self.depth.pop()
+
+        self._applies = True
         try:
-            return self.call(f"{kind.__name__}.apply", run, args, kwargs)
+            return self.call(f"{kind.__name__}.apply", inside, args, kwargs)
         finally:
-            self.depth.pop()
+            self._applies = False
+
+    def on_checkpoint(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a checkpoint keeps for its recomputation, which nobody traces, must be what this stretch reads."""
+        if not self.active:
+            return args, kwargs
+        where = f"{len(self.entries)}:checkpoint"
+        function, *rest = args
+
+        def swap(leaf: Any) -> Any:
+            return self.use(leaf, where)[0] if isinstance(leaf, torch.Tensor) else leaf
+
+        with self._own_work():
+            given, kwargs = _swapped(tuple(rest), kwargs, swap)
+        recomputing = _Recomputing(self, self.stretch)
+
+        def recompute(*inner: Any, **named: Any) -> Any:
+            with recomputing:
+                return function(*inner, **named)
+
+        return (recompute, *given), kwargs
+
+    def _refuse_recomputed(self, value: Value) -> None:
+        if self._applies and private.saves_through_hooks() or any("Checkpoint" in kind.__name__ for kind in self.depth):
+            raise CutError(
+                "a tensor of another part is used inside an activation checkpoint without being its argument, so its "
+                f"recomputation would go wrong\n  made at {line_text(value.place)}\n  used at "
+                f"{line_text(user_place())}\n  Way out: pass it to checkpoint(...) as an argument"
+            )
 
     def on_direct_forward(self, target: Target) -> None:
         if self.active:
@@ -334,6 +387,31 @@ class Mode(TorchFunctionMode):
             )
         self.trace.called(func, args, kwargs)
         return self.trace.call(name, func, args, kwargs)
+
+
+class _Recomputing(TorchFunctionMode):
+    """The recomputation of a checkpoint runs in the backward, which is not traced: what its function holds of other parts
+    is replaced as it was in the forward."""
+
+    def __init__(self, trace: Trace, stretch: int) -> None:
+        super().__init__()
+        self.trace, self.stretch = trace, stretch
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def swap(leaf: Any) -> Any:
+            value = self.trace.value_of(leaf) if isinstance(leaf, torch.Tensor) else None
+            return leaf if value is None else value.homes.get(self.stretch, leaf)
+
+        args, kwargs = _swapped(args, kwargs or {}, swap)
+        return func(*args, **kwargs)
+
+
+def _swapped(
+    args: tuple[Any, ...], kwargs: dict[str, Any], swap: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(mapped(arg, swap) for arg in args), {key: mapped(value, swap) for key, value in kwargs.items()}
 
 
 _METADATA = frozenset(

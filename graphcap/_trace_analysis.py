@@ -32,6 +32,7 @@ from graphcap._trace import (
     taken_apart,
 )
 from graphcap.backends.refusal_modes import line_text, user_place
+from graphcap.backends.tape import scatter_one_hot
 from graphcap.backends.tape_record import written_arguments
 from graphcap.backends.tape_refusals import Refusal, refused_call, refused_operator, tensors_in
 from graphcap.errors import CutError, SampleError
@@ -218,11 +219,6 @@ class Analysis(Trace):
 
     def cross(self, value: Value) -> torch.Tensor:
         self._refuse_dead(value.root, value.place, f"a value made at {line_text(value.place)}")
-        if any("Checkpoint" in kind.__name__ for kind in self.depth):
-            raise CutError(
-                f"a tensor made before the checkpointed region, in another part, is used inside it without being its argument\n"
-                f"  made at {line_text(value.place)}\n  used at {line_text(user_place())}\n  Way out: pass it to checkpoint(...) as an argument"
-            )
         self._reads.setdefault(self.stretch, {})[value.name] = None
         proxy = self._copy(value.now())
         owner = self._own(proxy, self.stretch)
@@ -294,6 +290,11 @@ class Analysis(Trace):
         row = refused_call(func, args, kwargs, self.view)
         if row is not None:
             self.forbidden(getattr(func, "__name__", repr(func)), row)
+
+    def call(self, title: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if title == "one_hot" and self.device.type == "cpu":
+            func = _one_hot(func)
+        return super().call(title, func, args, kwargs)
 
     def forbidden(self, name: str, row: Refusal) -> None:
         raise CutError(
@@ -488,6 +489,16 @@ class Analysis(Trace):
             target, *arguments, structure, tuple(recorded), tuple(specs), tuple(new), grad, autocast, place
         )
         return record, unflatten(structure, leaves)
+
+
+def _one_hot(func: Callable[..., Any]) -> Callable[..., Any]:
+    """As the tape records it: the CPU's own checks its range on the host, which a GPU's does not."""
+
+    def scattered(*args: Any, **kwargs: Any) -> Any:
+        result = scatter_one_hot(*args, **kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
+
+    return scattered
 
 
 def _checked(leaf: Any, what: str) -> Any:

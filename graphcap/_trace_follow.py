@@ -121,6 +121,7 @@ class TracedProgram:
     script: Script
     breaks: Breaks
     grad: bool
+    device: str
 
     def follow(
         self,
@@ -160,7 +161,7 @@ def program_of(layers: tuple[Callable[..., Any], ...], script: Script, breaks: B
             script.output, [named[x.name] if isinstance(x, Ref) else current(x) for x in script.output_leaves]
         )
 
-    return Program(bind, tuple(calls), names, (), assemble, TracedProgram(layers, script, breaks, grad))
+    return Program(bind, tuple(calls), names, (), assemble, TracedProgram(layers, script, breaks, grad, device))
 
 
 def _made_in(name: str, stretch: int) -> bool:
@@ -331,9 +332,11 @@ class _Follower(Trace):
         part, call = self._breaks[number]
         if call is part.calls[0]:
             self._enter(part)
-        if not self._stands:
+        if self._stands:
+            self._stand_in(number)
+        else:
             self._run_break(call)
-        made = {name: self._scope[name] for name in call.makes if name in self._scope}
+        made = {name: self._scope[name] for name in call.makes}
         if call is part.calls[-1]:
             self._leave()
         self.stretch += 1
@@ -348,6 +351,15 @@ class _Follower(Trace):
         tree = unflatten(record.results, leaves)
         self._begin_stretch()
         return tree
+
+    def _stand_in(self, number: int) -> None:
+        """What only the next break reads has no copy from warm-up; nobody looks at its values while recording."""
+        record = self.script.breaks[number]
+        tensors = [leaf for leaf in record.result_leaves if isinstance(leaf, Ref | StateRef)]
+        for leaf, (dtype, shape, requires_grad) in zip(tensors, record.result_specs, strict=True):
+            if isinstance(leaf, Ref) and leaf.name in record.new and leaf.name not in self._scope:
+                empty = torch.zeros(shape, dtype=getattr(torch, dtype), device=self.program.device)
+                self._scope[leaf.name] = empty.requires_grad_(requires_grad)
 
     def _run_break(self, call: Call) -> None:
         try:
