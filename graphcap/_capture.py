@@ -300,8 +300,9 @@ class Recorder:
                 continue
             for number, leaf in enumerate(later.facts.reads):
                 if leaf.source == (index, place) and number in later.facts.grad_inputs:
-                    result = _usual(later.backward).results[later.facts.grad_inputs.index(number)]
-                    if result is not None and result.stride() == strides:
+                    results = _usual(later.backward).results
+                    result = results[later.facts.grad_inputs.index(number)]
+                    if result is not None and result.stride() == strides and _is_alone(result, results):
                         return result
             break  # anything further away adds to that gradient, so it arrives in other memory
         return own().fill_(0)
@@ -408,6 +409,13 @@ def _apart(results: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         apart.append(result.clone() if result is not None and place in seen else result)
         seen.add(place)
     return apart
+
+
+def _is_alone(result: torch.Tensor, results: Sequence[torch.Tensor | None]) -> bool:
+    """Whether no other gradient lies there (those of a and b in a + b do). What an eager part adds to one of them is copied
+    in, and must not change the other."""
+    place = result.untyped_storage().data_ptr()
+    return sum(other is not None and other.untyped_storage().data_ptr() == place for other in results) == 1
 
 
 def _share_results(

@@ -85,7 +85,8 @@ def _run_once(unit: UnitPlan, grad: bool) -> None:
         with torch.set_grad_enabled(grad):
             result = run_plain(unit.calls, args, kwargs)
         outputs = [t for t in tensors_of(flatten(result)[0]) if t.requires_grad]
-        leaves = [p for m in _guards.modules_of(unit.layers) for p in m.parameters() if p.requires_grad]
+        leaves = [p for m in _guards.modules_of(unit.layers) for p in m.parameters()]
+        leaves = [t for t in (*leaves, *tensors_of(flatten((args, kwargs))[0])) if t.requires_grad]
         if outputs and leaves and grad:
             differentiate(outputs, leaves, [torch.ones_like(t) for t in outputs], False)
     except GraphcapError:

@@ -116,6 +116,23 @@ class _InputOnly(Base):
         return self.b(self.brk(self.a(x)) + x) * x
 
 
+class _TwoResults(Break):
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return super().forward(x), torch.tanh(y)
+
+
+@equal("one gradient for two values, and a break adds to one of them")
+class _SharedGradient(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _TwoResults()
+
+    def forward(self, x: Tensor) -> Tensor:
+        d = self.a(x) * 0.5
+        y, t = self.brk(d * 0.5, x)
+        return self.b(y + t + (x + d))
+
+
 @equal("x and x.detach() crossing")
 class _Detached(Base):
     def forward(self, x: Tensor) -> Tensor:
