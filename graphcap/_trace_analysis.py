@@ -220,7 +220,14 @@ class Analysis(Trace):
     def cross(self, value: Value) -> torch.Tensor:
         self._refuse_dead(value.root, value.place, f"a value made at {line_text(value.place)}")
         self._reads.setdefault(self.stretch, {})[value.name] = None
-        proxy = self._copy(value.now())
+        source = value.now()
+        if (value.name, self.stretch) in self.cloned and source.requires_grad and source._is_view():
+            # Eager gives the base a new history then, and adds gradients in another order than a clone's would be.
+            raise CutError(
+                f"a view taken before a break is changed in place after it\n  taken at {line_text(value.place)}\n  changed in the "
+                f"stretch that uses it at {line_text(user_place())}\n  Way out: take the view after the break, or change out of place"
+            )
+        proxy = self._copy(source)
         owner = self._own(proxy, self.stretch)
         owner.place = value.place
         if (value.name, self.stretch) in self.cloned:

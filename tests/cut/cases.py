@@ -688,6 +688,16 @@ class _Vmap(Base):
 # ------------------------------------------------------------------------------------------------------------------ refused
 
 
+@refused("a view taken before a break, changed after, and its base not used", "view taken before")
+class _ChangedView(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        v = h.view(-1)[:WIDTH]
+        y = self.brk(h * 2)
+        v *= 0.5
+        return self.b(y) + v
+
+
 @refused("a view taken before a break and changed after", "shares memory")
 class _StaleView(Base):
     def forward(self, x: Tensor) -> Tensor:
@@ -698,7 +708,7 @@ class _StaleView(Base):
         return self.b(y) + v.view(4, WIDTH)
 
 
-@refused("a view changed after the break, the base used", "shares memory")
+@refused("a view changed after the break, the base used", "view taken before")
 class _StaleBase(Base):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x) * 1
