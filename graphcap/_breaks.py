@@ -76,7 +76,8 @@ def find(break_at: Any, roots: Sequence[tuple[str, nn.Module]]) -> Breaks:
             breaks.entries.append((entry.__qualname__, {id(entry)}))
         else:
             raise CutError(
-                f"break_at: {entry!r} is neither a submodule's name or pattern, nor a module, a module class, a function or 'auto'"
+                f"break_at: {entry!r} is neither a submodule's name or pattern, nor a module, a module class, a "
+                "function or 'auto'"
             )
     tops = {id(module) for _, module in roots}
     for key, target in breaks.targets.items():

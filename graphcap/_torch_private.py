@@ -136,13 +136,13 @@ def python_nodes(roots: Sequence[torch.Tensor]) -> list[Any]:
 def patched_function_apply(handle: Callable[..., Any]) -> Iterator[None]:
     """`handle(cls, run, args, kwargs)` is called in place of every torch.autograd.Function.apply, also through a reference
     bound at import: it reaches `_SingleLevelFunction` by super(). A TorchFunctionMode does not see these calls."""
-    base = torch.autograd.function._SingleLevelFunction
+    base: Any = torch.autograd.function._SingleLevelFunction
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return handle(cls, super(base, cls).apply, args, kwargs)
 
     had = base.__dict__.get("apply")
-    base.apply = classmethod(apply)  # type: ignore[assignment]
+    base.apply = classmethod(apply)
     try:
         yield
     finally:
@@ -153,7 +153,9 @@ def patched_function_apply(handle: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def patched_checkpoint(handle: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]) -> Iterator[None]:
+def patched_checkpoint(
+    handle: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+) -> Iterator[None]:
     """Every non-reentrant checkpoint gets the arguments that `handle(args, kwargs)` returns: it keeps them for its
     recomputation. (`checkpoint` itself may be bound in a functools.partial; it looks this one up at each call.)"""
     from torch.utils import checkpoint
@@ -194,7 +196,7 @@ def top_function_mode() -> Any:
     """The innermost TorchFunctionMode of this thread, or None."""
     from torch.overrides import _get_current_function_mode
 
-    return _get_current_function_mode()
+    return _get_current_function_mode()  # type: ignore[no-untyped-call]
 
 
 def top_dispatch_mode() -> Any:
@@ -218,7 +220,7 @@ class StorageKey:
     def __init__(self, tensor: torch.Tensor) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        self._reference = StorageWeakRef(tensor.untyped_storage())
+        self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------

@@ -177,12 +177,15 @@ class Trace(ABC):
 
     def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch call is about to run."""
+        return None
 
     def noted(self, number: int) -> None:
         """A call was written down."""
+        return None
 
     def returned(self, number: int) -> None:
         """Its results were."""
+        return None
 
     # ---------------------------------------------------------------------------------------------------------- values
 
@@ -327,7 +330,7 @@ class Trace(ABC):
         return (recompute, *given), kwargs
 
     def _refuse_recomputed(self, value: Value) -> None:
-        if self._applies and private.saves_through_hooks() or any("Checkpoint" in kind.__name__ for kind in self.depth):
+        if (self._applies and private.saves_through_hooks()) or any("Checkpoint" in kind.__name__ for kind in self.depth):
             raise CutError(
                 "a tensor of another part is used inside an activation checkpoint without being its argument, so its "
                 f"recomputation would go wrong\n  made at {line_text(value.place)}\n  used at "
@@ -382,7 +385,8 @@ class Mode(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _HOOKS or name.startswith("set "):
             raise CutError(
-                f"{name.removeprefix('set ')} is set on a tensor, or hooked to one, in a graphed stretch: Python does not run "
+                f"{name.removeprefix('set ')} is set on a tensor, or hooked to one, in a graphed stretch: Python "
+                "does not run "
                 f"at replay\n  at {line_text(user_place())}\n  Way out: break at the module that does it"
             )
         self.trace.called(func, args, kwargs)
@@ -414,10 +418,12 @@ def _swapped(
     return tuple(mapped(arg, swap) for arg in args), {key: mapped(value, swap) for key, value in kwargs.items()}
 
 
-_METADATA = frozenset(
+_METADATA = frozenset(  # noqa: SIM905
     "size dim ndimension stride numel nelement element_size is_contiguous is_floating_point is_complex is_signed "
-    "storage_offset get_device __len__ __hash__ is_same_size is_inference is_pinned is_conj is_neg has_names untyped_storage "
-    "data_ptr is_tensor result_type can_cast is_distributed dim_order is_shared is_coalesced storage_type _is_view is_storage "
+    "storage_offset get_device __len__ __hash__ is_same_size is_inference is_pinned is_conj is_neg has_names "
+    "untyped_storage "
+    "data_ptr is_tensor result_type can_cast is_distributed dim_order is_shared is_coalesced storage_type "
+    "_is_view is_storage "
     "__dir__ __reduce_ex__".split()
 )
 _HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "set_"))

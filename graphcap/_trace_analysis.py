@@ -96,7 +96,8 @@ class _View:
     def on_device(self, device: object) -> bool:
         if not self._cuda:
             return True
-        return torch.device(device or torch.get_default_device()).type == "cuda"  # type: ignore[arg-type]
+        kind: Any = torch.get_default_device() if device is None else device
+        return torch.device(kind).type == "cuda"
 
 
 class Analysis(Trace):
@@ -127,6 +128,7 @@ class Analysis(Trace):
         self._inputs: list[str] = []
         self._mode = Mode(self)
         self._operators = _Operators(self)
+        self._title = ""  # of the break that is running
         self._output: tuple[Any, tuple[Any, ...]] | None = None
 
     # ------------------------------------------------------------------------------------------------------------- run
@@ -169,7 +171,8 @@ class Analysis(Trace):
             return state
         raise CutError(
             f"{what} is a tensor of shape {list(tensor.shape)} that graphcap saw nobody make (kept from an earlier run, or "
-            f"reached past the arguments)\n  at {line_text(user_place())}\n  Way out: pass it as an argument, or keep it in a buffer"
+            f"reached past the arguments)\n  at {line_text(user_place())}\n  Way out: pass it as an argument, or "
+            "keep it in a buffer"
         )
 
     def _script(self) -> Script:
@@ -224,8 +227,10 @@ class Analysis(Trace):
         if (value.name, self.stretch) in self.cloned and source.requires_grad and source._is_view():
             # Eager gives the base a new history then, and adds gradients in another order than a clone's would be.
             raise CutError(
-                f"a view taken before a break is changed in place after it\n  taken at {line_text(value.place)}\n  changed in the "
-                f"stretch that uses it at {line_text(user_place())}\n  Way out: take the view after the break, or change out of place"
+                f"a view taken before a break is changed in place after it\n  taken at {line_text(value.place)}\n "
+                " changed in the "
+                f"stretch that uses it at {line_text(user_place())}\n  Way out: take the view after the break, or "
+                "change out of place"
             )
         proxy = self._copy(source)
         owner = self._own(proxy, self.stretch)
@@ -277,7 +282,8 @@ class Analysis(Trace):
         if owner.stretch != self.stretch or owner.inside is not None:
             raise CutError(
                 "a tensor crosses a break that graphcap did not see being made (by an operator called from C++, or inside a "
-                f"break that did not return it)\n  used at {line_text(user_place())}\n  Way out: let the break contain its use, or return it"
+                f"break that did not return it)\n  used at {line_text(user_place())}\n  Way out: let the break "
+                "contain its use, or return it"
             )
         name = f"unseen#{self.stretch}:{where}"
         self._unseen.add(name)
@@ -286,8 +292,10 @@ class Analysis(Trace):
     def _refuse_dead(self, root: int, place: Place, what: str) -> None:
         if root in self._dead:
             raise CutError(
-                f"{what} shares memory with a tensor that was changed in place behind a break, where graphs keep copies\n  made at "
-                f"{line_text(place)}\n  changed at {line_text(self._dead[root])}\n  used again at {line_text(user_place())}\n"
+                f"{what} shares memory with a tensor that was changed in place behind a break, where graphs keep "
+                "copies\n  made at "
+                f"{line_text(place)}\n  changed at {line_text(self._dead[root])}\n  used again at "
+                f"{line_text(user_place())}\n"
                 "  Way out: take the view after the change, or change out of place"
             )
 
@@ -337,23 +345,25 @@ class Analysis(Trace):
             if key in self.allowed or self.inside is not None or tensor.numel() == 0:
                 return
             raise CutError(
-                f"{func} reads a tensor of shape {list(tensor.shape)} of unknown origin (kept from an earlier run, a global, or "
-                f"made inside a break that did not return it): a graph would read it as it was at capture\n  at {line_text(user_place())}\n"
+                f"{func} reads a tensor of shape {list(tensor.shape)} of unknown origin (kept from an earlier "
+                "run, a global, or "
+                "made inside a break that did not return it): a graph would read it as it was at capture\n  at "
+                f"{line_text(user_place())}\n"
                 "  Way out: pass it as an argument, register it as a buffer, or return it from the break; what a first run "
                 "makes and keeps: run the module once before capture"
             )
         self._refuse_dead(owner.root, owner.place, "a tensor")
         if self.inside is not None:
             if owner.inside is None:
-                title = self._running_title()
                 raise CutError(
-                    f"the break {title} reads a tensor of a graphed stretch that is not its argument\n  made at "
+                    f"the break {self._title} reads a tensor of a graphed stretch that is not its argument\n  made at "
                     f"{line_text(owner.place)}\n  read at {line_text(user_place())}\n  Way out: pass it as an argument"
                 )
         elif owner.stretch != self.stretch or owner.inside is not None:
             raise CutError(
                 f"{func} reads a tensor of another part past the torch call (an extension's operator? an object that holds "
-                f"tensors?)\n  made at {line_text(owner.place)}\n  read at {line_text(user_place())}\n  Way out: pass it as a plain "
+                f"tensors?)\n  made at {line_text(owner.place)}\n  read at {line_text(user_place())}\n  Way out: "
+                "pass it as a plain "
                 "argument, or break at the module that does this"
             )
 
@@ -392,18 +402,15 @@ class Analysis(Trace):
             if is_host and self.inside is None and has_storage(tensor):
                 self.view.host[private.storage_key(tensor)] = private.StorageKey(tensor)
 
-    def _running_title(self) -> str:
-        return self._title
     # ---------------------------------------------------------------------------------------------------------- breaks
-
-    _title = ""
 
     def at_break(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         self.refuse_nesting(target, self._mode)
         if private.top_dispatch_mode() is not self._operators:
             raise CutError(f"{target.title} is called inside a TorchDispatchMode of the model's")
         self.called_targets.add(id(target.what))
-        self._mode.__exit__(None, None, None)  # the modes are on top of the stack: refuse_nesting saw to it
+        # The modes are on top of the stack: refuse_nesting saw to it.
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.active, self.quiet = False, True
         try:
             return self._run_break(target, args, kwargs, run)
@@ -430,7 +437,8 @@ class Analysis(Trace):
         self.inside, self.quiet = None, True
         if before != [tensor._version for tensor in given if isinstance(tensor, torch.Tensor)]:
             raise CutError(
-                f"the break {target.title} changes its argument in place, which lies in memory that graphs read again\n  called at "
+                f"the break {target.title} changes its argument in place, which lies in memory that graphs read "
+                "again\n  called at "
                 f"{line_text(place)}\n  Way out: clone it in the break"
             )
         self.stretch += 1

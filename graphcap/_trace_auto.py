@@ -66,7 +66,7 @@ def _functions(frame: FrameType | None) -> list[Any]:
         if isinstance(own, nn.Module):
             break
         named = frame.f_globals.get(frame.f_code.co_name)
-        inner = named
+        inner: Any = named
         while hasattr(inner, "__wrapped__"):
             inner = inner.__wrapped__
         if isinstance(named, FunctionType) and getattr(inner, "__code__", None) is frame.f_code:

@@ -80,7 +80,10 @@ class BreakCall:
         for leaf, expected in zip(leaves, record.result_leaves, strict=True):
             if not isinstance(expected, Ref):
                 if not (leaf is current(expected) or same_constant(current(expected), leaf)):
-                    raise self._mismatch(f"returned {_short(leaf)}, but {_short(current(expected))} at capture, which the graph has frozen")
+                    raise self._mismatch(
+                        f"returned {_short(leaf)}, but {_short(current(expected))} at capture, which the graph has "
+                        "frozen"
+                    )
             elif not isinstance(leaf, torch.Tensor):
                 raise self._mismatch(f"returned {_short(leaf)}, but a tensor at capture")
             elif expected.name in named:
@@ -96,7 +99,8 @@ class BreakCall:
 
     def _mismatch(self, what: str) -> InputMismatch:
         return InputMismatch(
-            f"the break {self.record.target.title} {what}. What crosses a break must be the same kind of thing at every call: "
+            f"the break {self.record.target.title} {what}. What crosses a break must be the same kind of thing at "
+            "every call: "
             "break at the module that contains this one and what uses its result"
         )
 
@@ -237,9 +241,15 @@ class _Follower(Trace):
             if isinstance(expected, Ref):
                 value = self.value_of(leaf) if isinstance(leaf, torch.Tensor) else None
                 if value is None or value.name != expected.name:
-                    raise CutError(f"the callable returned {_short(leaf)} in one run, and the value {expected.name} in another")
+                    raise CutError(
+                        f"the callable returned {_short(leaf)} in one run, and the value {expected.name} in "
+                        "another"
+                    )
             elif not (leaf is current(expected) or same_constant(leaf, current(expected))):
-                raise CutError(f"the callable returned {_short(leaf)} in one run and {_short(expected)} in another; a graph would freeze it")
+                raise CutError(
+                    f"the callable returned {_short(leaf)} in one run and {_short(expected)} in another; a graph "
+                    "would freeze it"
+                )
 
     def _begin_stretch(self) -> None:
         entry = self._stretches.get(self.stretch)
@@ -250,13 +260,16 @@ class _Follower(Trace):
 
     def _end_stretch(self) -> None:
         self.active = self._mode_on = False
-        self._mode.__exit__(None, None, None)
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         entry = self._stretches.get(self.stretch)
         if entry is None:
             return
         missing = [name for name in entry[1].makes if name not in self._made]
         if missing:
-            raise CutError(f"the values {', '.join(missing)} were made in one run, and not in another: it takes another branch")
+            raise CutError(
+                f"the values {', '.join(missing)} were made in one run, and not in another: it takes another "
+                "branch"
+            )
         self._scope.update((name, self._made[name]) for name in entry[1].makes)
         self._made.clear()
         self._leave()
@@ -275,7 +288,7 @@ class _Follower(Trace):
         """An error on its way: undo what is open, as `with` would."""
         if self._mode_on:
             self.active = self._mode_on = False
-            self._mode.__exit__(None, None, None)
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         context, self._context = self._context, None
         if context is not None:
             context.__exit__(*sys.exc_info())
@@ -292,7 +305,8 @@ class _Follower(Trace):
         entry = self._stretches.get(self.stretch)
         if proxy is None or entry is None or value.name not in entry[1].reads:
             raise CutError(
-                f"the value {value.name} is used in another part in one run than in another\n  made at {line_text(value.place)}\n"
+                f"the value {value.name} is used in another part in one run than in another\n  made at "
+                f"{line_text(value.place)}\n"
                 f"  used at {line_text(user_place())}"
             )
         if (value.name, self.stretch) not in self.script.cloned:
@@ -319,7 +333,8 @@ class _Follower(Trace):
     def returned(self, number: int) -> None:
         if self.results[number] != self.script.results[number]:
             raise CutError(
-                f"call {self.entries[number]}\n  gave {self.results[number]} in this run, but {self.script.results[number]} in the first"
+                f"call {self.entries[number]}\n  gave {self.results[number]} in this run, but "
+                f"{self.script.results[number]} in the first"
             )
 
     # ---------------------------------------------------------------------------------------------------------- breaks
@@ -393,7 +408,8 @@ class _Follower(Trace):
                 is_same = not isinstance(expected, Ref) and (leaf is expected or same_constant(leaf, expected))
             if not is_same:
                 raise CutError(
-                    f"the break {target.title} is called with {_short(leaf)} in one run and with {_short(expected)} in another, "
+                    f"the break {target.title} is called with {_short(leaf)} in one run and with "
+                    f"{_short(expected)} in another, "
                     f"which a graph would freeze\n  at {line_text(user_place())}"
                 )
 
@@ -401,6 +417,7 @@ class _Follower(Trace):
 def different(entry: Entry, expected: Entry | None) -> CutError:
     there = "the end of the forward" if expected is None else str(expected)
     return CutError(
-        f"the forward makes other torch calls in one run than in another, so a graph of it would be wrong:\n  {entry}\n  where "
+        "the forward makes other torch calls in one run than in another, so a graph of it would be wrong:\n  "
+        f"{entry}\n  where "
         f"another run had\n  {there}\n  Way out: break at the module that decides (a counter? a value read in a break?)"
     )

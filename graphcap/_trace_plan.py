@@ -15,7 +15,7 @@ from torch import nn
 from graphcap import _guards
 from graphcap._breaks import Breaks, find
 from graphcap._plan import CapturePlan, UnitPlan, cut
-from graphcap._tensors import flatten, tensors_of, unflatten
+from graphcap._tensors import flatten, same_constant, tensors_of, unflatten
 from graphcap._trace import Ref, Script
 from graphcap._trace_analysis import Analysis, NeedsClone, constants_of
 from graphcap._trace_auto import discover
@@ -37,7 +37,8 @@ def cut_at(plan: CapturePlan, break_at: Any, device: torch.device) -> CapturePla
     for entry, ids in breaks.entries:
         if not ids & called:
             raise CutError(
-                f"break_at: {entry} is never called in the forward (called under another name, or a container whose children "
+                f"break_at: {entry} is never called in the forward (called under another name, or a container "
+                "whose children "
                 "are called?): name what is called"
             )
     return replace(plan, units=units)
@@ -85,8 +86,8 @@ def _run_once(unit: UnitPlan, grad: bool) -> None:
         with torch.set_grad_enabled(grad):
             result = run_plain(unit.calls, args, kwargs)
         outputs = [t for t in tensors_of(flatten(result)[0]) if t.requires_grad]
-        leaves = [p for m in _guards.modules_of(unit.layers) for p in m.parameters()]
-        leaves = [t for t in (*leaves, *tensors_of(flatten((args, kwargs))[0])) if t.requires_grad]
+        parameters = [p for m in _guards.modules_of(unit.layers) for p in m.parameters()]
+        leaves = [t for t in (*parameters, *tensors_of(flatten((args, kwargs))[0])) if t.requires_grad]
         if outputs and leaves and grad:
             differentiate(outputs, leaves, [torch.ones_like(t) for t in outputs], False)
     except GraphcapError:
@@ -117,7 +118,8 @@ def _analyse(
 def _refuse_escapes(trace: Analysis) -> None:
     for value in trace.escaped():
         raise CutError(
-            f"a tensor made in a graphed stretch is kept by something that outlives the call (a global list, a cache)\n  made at "
+            "a tensor made in a graphed stretch is kept by something that outlives the call (a global list, a "
+            "cache)\n  made at "
             f"{line_text(value.place)}\n  Way out: return it as an output, or break at the module that keeps it"
         )
 
@@ -152,14 +154,18 @@ def _refuse_difference(first: Script, second: Script) -> None:
     for a, b in zip(first.breaks, second.breaks, strict=False):
         if [x[:2] for x in a.result_specs] != [x[:2] for x in b.result_specs] or a.results != b.results:
             raise CutError(
-                f"the break {a.target.title} returned {_specs(a.result_specs)} for one input and {_specs(b.result_specs)} for another. What "
-                f"crosses a break must have a static shape\n  called at {line_text(a.place)}\n  Way out: break at the module that "
+                f"the break {a.target.title} returned {_specs(a.result_specs)} for one input and "
+                f"{_specs(b.result_specs)} for another. What "
+                f"crosses a break must have a static shape\n  called at {line_text(a.place)}\n  Way out: break at "
+                "the module that "
                 "contains this one and whatever uses its result"
             )
         if not _same_leaves(a.result_leaves, b.result_leaves):
             raise CutError(
-                f"the break {a.target.title} returned {_constants(a.result_leaves)} for one input and {_constants(b.result_leaves)} "
-                f"for another; a graph would freeze it\n  called at {line_text(a.place)}\n  Way out: return it as a tensor, or break "
+                f"the break {a.target.title} returned {_constants(a.result_leaves)} for one input and "
+                f"{_constants(b.result_leaves)} "
+                f"for another; a graph would freeze it\n  called at {line_text(a.place)}\n  Way out: return it as "
+                "a tensor, or break "
                 "at the module that contains this one and whatever uses its result"
             )
         if not _same_leaves(a.argument_leaves, b.argument_leaves):
@@ -174,12 +180,13 @@ def _refuse_difference(first: Script, second: Script) -> None:
         longer = max(first.entries, second.entries, key=len)
         raise different(longer[min(len(first.entries), len(second.entries))], None)
     if not _same_leaves(first.output_leaves, second.output_leaves) or first.output != second.output:
-        raise CutError("the callable returns other Python values, or another structure, for other inputs; a graph would freeze them")
+        raise CutError(
+            "the callable returns other Python values, or another structure, for other inputs; a graph would freeze "
+            "them"
+        )
 
 
 def _same_leaves(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    from graphcap._tensors import same_constant
-
     return len(a) == len(b) and all(x == y if isinstance(x, Ref) else same_constant(x, y) for x, y in zip(a, b, strict=True))
 
 
