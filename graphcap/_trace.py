@@ -11,12 +11,10 @@ runs of one forward must see the same calls; _trace_analysis.py makes the first 
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,124 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from graphcap import _torch_private as private
 from graphcap._breaks import Breaks, Target
-from graphcap._tensors import Structure, flatten, tensors_of
+from graphcap._trace_records import Entry, Place, StateRef, Value, constant, spec, state_of, swapped
 from graphcap.backends.refusal_modes import line_text, user_place
 from graphcap.backends.tape_refusals import tensors_in
 from graphcap.errors import CutError
-
-Place = tuple[str, int] | None
-OUTSIDE = -1  # the "stretch" of callable inputs and of what breaks make
-
-
-@dataclass(slots=True)
-class Value:
-    """made: the stretch that made it (OUTSIDE for inputs and results of breaks). homes: what stands for it in later
-    stretches. place: the user's line that made it. root: the storage that it was made on (analysis alone)."""
-
-    name: str
-    made: int
-    origin: weakref.ref[torch.Tensor]
-    place: Place
-    root: int = 0
-    homes: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def now(self) -> torch.Tensor:
-        """The tensor that holds what the value is at the moment."""
-        found = self.homes[max(self.homes)] if self.homes else self.origin()
-        assert found is not None
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One call: its name, what its arguments were (tensors as specs, with the value's name where one crosses), and the
-    user's line."""
-
-    name: str
-    arguments: tuple[Any, ...]
-    place: Place
-
-    def same(self, other: Entry) -> bool:
-        return self.name == other.name and self.arguments == other.arguments
-
-    def __str__(self) -> str:
-        return f"{self.name}({', '.join(map(str, self.arguments))})\n    at {line_text(self.place)}"
-
-
-@dataclass(frozen=True, slots=True)
-class StateRef:
-    """A parameter, buffer or tensor attribute, found by its place: its tensor is another one while it is captured."""
-
-    owner: nn.Module
-    table: str  # "_parameters", "_buffers" or "__dict__"
-    key: str
-
-    def get(self) -> Any:
-        return getattr(self.owner, self.table).get(self.key)
-
-
-def state_of(modules: list[nn.Module]) -> dict[int, StateRef]:
-    """All tensors that modules hold directly, by id."""
-    found: dict[int, StateRef] = {}
-    for module in (m for top in modules for m in top.modules()):
-        for table in ("_parameters", "_buffers", "__dict__"):
-            for key, tensor in getattr(module, table).items():
-                if isinstance(tensor, torch.Tensor):
-                    found.setdefault(id(tensor), StateRef(module, table, key))
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A leaf of a break's arguments or results, or of the outputs, that is a value."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class BreakRecord:
-    """A call of a break as it was seen. Leaves are Refs, StateRefs or constants; `new`: the values that it made.
-    grad: whether it ran in grad mode; autocast: (enabled, dtype)."""
-
-    target: Target
-    arguments: Structure
-    argument_leaves: tuple[Any, ...]
-    results: Structure
-    result_leaves: tuple[Any, ...]
-    result_specs: tuple[Any, ...]
-    new: tuple[str, ...]
-    grad: bool
-    autocast: tuple[bool, torch.dtype]
-    place: Place
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(leaf.name for leaf in self.argument_leaves if isinstance(leaf, Ref)))
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    """What the analysis found, and every later run must repeat. reads: per stretch the names of the values that cross
-    into it, in order of use; cloned: (name, stretch) where a value is cloned at its first use since it is changed in
-    place there; unseen: values that no call was seen to make."""
-
-    entries: tuple[Entry, ...]
-    results: tuple[tuple[Any, ...], ...]
-    breaks: tuple[BreakRecord, ...]
-    reads: tuple[tuple[str, ...], ...]
-    filled: frozenset[int]
-    cloned: frozenset[tuple[str, int]]
-    unseen: frozenset[str]
-    inputs: tuple[str, ...]
-    output: Structure
-    output_leaves: tuple[Any, ...]
-
-    @property
-    def wanted(self) -> frozenset[str]:
-        """The values that somebody needs in another stretch."""
-        names = {name for reads in self.reads for name in reads}
-        names.update(name for record in self.breaks for name in record.reads)
-        return frozenset(names.union(leaf.name for leaf in self.output_leaves if isinstance(leaf, Ref)))
 
 
 class Trace(ABC):
@@ -236,14 +120,14 @@ class Trace(ABC):
 
         def swap(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
-                described.append(_constant(leaf))
+                described.append(constant(leaf))
                 return leaf
             given, crossing = self.use(leaf, f"{number}:{len(described)}")
             described.append((crossing, *spec(given)))
             return given
 
         with self._own_work():
-            args, kwargs = _swapped(args, kwargs, swap)
+            args, kwargs = swapped(args, kwargs, swap)
         self.entries.append(Entry(title, tuple(described), user_place()))
         self.results.append(())
         self.noted(number)
@@ -271,7 +155,7 @@ class Trace(ABC):
                 name = f"{title}#{self.stretch}:{number}:{place}"
                 self.new_value(tensor, name, self.stretch, self.entries[number].place)
         if not specs and isinstance(result, bool | int | float | str):
-            specs.append(_constant(result))
+            specs.append(constant(result))
         self.results[number] = tuple(specs)
         self.returned(number)
 
@@ -320,7 +204,7 @@ class Trace(ABC):
             return self.use(leaf, where)[0] if isinstance(leaf, torch.Tensor) else leaf
 
         with self._own_work():
-            given, kwargs = _swapped(tuple(rest), kwargs, swap)
+            given, kwargs = swapped(tuple(rest), kwargs, swap)
         recomputing = _Recomputing(self, self.stretch)
 
         def recompute(*inner: Any, **named: Any) -> Any:
@@ -408,24 +292,17 @@ class _Recomputing(TorchFunctionMode):
             value = self.trace.value_of(leaf) if isinstance(leaf, torch.Tensor) else None
             return leaf if value is None else value.homes.get(self.stretch, leaf)
 
-        args, kwargs = _swapped(args, kwargs or {}, swap)
+        args, kwargs = swapped(args, kwargs or {}, swap)
         return func(*args, **kwargs)
 
 
-def _swapped(
-    args: tuple[Any, ...], kwargs: dict[str, Any], swap: Callable[[Any], Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(mapped(arg, swap) for arg in args), {key: mapped(value, swap) for key, value in kwargs.items()}
-
-
-_METADATA = frozenset(  # noqa: SIM905
-    "size dim ndimension stride numel nelement element_size is_contiguous is_floating_point is_complex is_signed "
-    "storage_offset get_device __len__ __hash__ is_same_size is_inference is_pinned is_conj is_neg has_names "
-    "untyped_storage "
-    "data_ptr is_tensor result_type can_cast is_distributed dim_order is_shared is_coalesced storage_type "
-    "_is_view is_storage "
-    "__dir__ __reduce_ex__".split()
-)
+_METADATA = frozenset((
+    "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "is_contiguous", "is_floating_point",
+    "is_complex", "is_signed", "storage_offset", "get_device", "__len__", "__hash__", "is_same_size", "is_inference",
+    "is_pinned", "is_conj", "is_neg", "has_names", "untyped_storage", "data_ptr", "is_tensor", "result_type", "can_cast",
+    "is_distributed", "dim_order", "is_shared", "is_coalesced", "storage_type", "_is_view", "is_storage", "__dir__",
+    "__reduce_ex__",
+))
 _HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "set_"))
 _TENSORS = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
 
@@ -439,52 +316,3 @@ def _name(func: Callable[..., Any]) -> str:
     if name != "__get__":
         return f"set {attribute}"
     return attribute if attribute in _TENSORS else f"get {attribute}"
-
-
-def spec(tensor: torch.Tensor) -> tuple[Any, ...]:
-    if private.is_transformed(tensor):
-        return ("transformed",)
-    return (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.requires_grad)
-
-
-def _constant(value: Any) -> Any:
-    """What must be equal in every run of a value that is no tensor."""
-    if isinstance(value, float | complex):
-        return repr(value)
-    if isinstance(value, bool | int | str | bytes | None | torch.dtype | torch.device | torch.Size):
-        return value
-    if isinstance(value, slice):
-        return ("slice", _constant(value.start), _constant(value.stop), _constant(value.step))
-    return type(value).__name__
-
-
-def taken_apart(value: Any) -> tuple[list[Any], Structure]:
-    """As `flatten`, but a dataclass without tensors (a configuration) stays whole: its type may not like to be rebuilt."""
-    leaves, structure = flatten(mapped(value, _whole))
-    return [leaf.value if isinstance(leaf, _Whole) else leaf for leaf in leaves], structure
-
-
-class _Whole:
-    """Hides a value from `flatten`."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _whole(leaf: Any) -> Any:
-    is_record = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
-    return _Whole(leaf) if is_record and not tensors_of(flatten(leaf)[0]) else leaf
-
-
-def mapped(value: Any, swap: Callable[[Any], Any]) -> Any:
-    """The argument with every leaf replaced by `swap(leaf)`; containers stay the same objects where nothing changed."""
-    kind = type(value)
-    if kind is tuple or kind is list or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-        items = [mapped(item, swap) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return kind(*items) if hasattr(kind, "_fields") else kind(items)
-    if kind is dict:
-        entries = {key: mapped(item, swap) for key, item in value.items()}
-        return value if all(entries[key] is value[key] for key in entries) else entries
-    return swap(value)

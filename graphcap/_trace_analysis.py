@@ -9,98 +9,22 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap import _torch_private as private
 from graphcap._breaks import Breaks, Target, intercepted
 from graphcap._tensors import check_leaf, compact, empty_static, flatten, tensor_problem, tensors_of, unflatten
-from graphcap._trace import (
-    OUTSIDE,
-    BreakRecord,
-    Mode,
-    Place,
-    Ref,
-    Script,
-    Trace,
-    Value,
-    spec,
-    taken_apart,
-)
+from graphcap._trace import Mode
+from graphcap._trace_owners import Owners, has_storage
+from graphcap._trace_records import OUTSIDE, BreakRecord, Place, Ref, Script, Value, spec, taken_apart
 from graphcap.backends.refusal_modes import line_text, user_place
-from graphcap.backends.tape import scatter_one_hot
-from graphcap.backends.tape_record import written_arguments
-from graphcap.backends.tape_refusals import Refusal, refused_call, refused_operator, tensors_in
 from graphcap.errors import CutError, SampleError
 
 
-class NeedsClone(BaseException):
-    """A value is changed in place in a stretch that did not make it: analyse again with a clone there. No Exception,
-    so that the user's `except Exception` lets it through."""
-
-    def __init__(self, name: str, stretch: int) -> None:
-        super().__init__(name, stretch)
-        self.name, self.stretch = name, stretch
-
-
-@dataclass(slots=True)
-class _Owner:
-    """Whose a storage is. root: the storage that it is a copy of; proxy: the value that it is a proxy of; clone_of: the
-    root of the value that is changed here."""
-
-    stretch: int
-    root: int
-    key: private.StorageKey
-    proxy: Value | None = None
-    clone_of: int | None = None
-    place: Place = None
-    inside: int | None = None  # the break that made it, or whose argument it is
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows every operator to the analysis, before and after."""
-
-    def __init__(self, analysis: Analysis) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.analysis = analysis
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        analysis = self.analysis
-        if analysis.quiet or not isinstance(func, torch._ops.OpOverload):
-            return func(*args, **kwargs)
-        analysis.before_operator(func, args, kwargs)
-        result = func(*args, **kwargs)
-        analysis.after_operator(func, args, kwargs, result)
-        return result
-
-
-class _View:
-    """Where the backend would see a tensor: on the tape all are on the device, but for what `torch.tensor(...)` made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self.host: dict[int, private.StorageKey] = {}
-
-    def is_host(self, tensor: torch.Tensor) -> bool:
-        if self._cuda:
-            return tensor.device.type == "cpu"
-        return not private.is_transformed(tensor) and has_storage(tensor) and private.storage_key(tensor) in self.host
-
-    def on_device(self, device: object) -> bool:
-        if not self._cuda:
-            return True
-        kind: Any = torch.get_default_device() if device is None else device
-        return torch.device(kind).type == "cuda"
-
-
-class Analysis(Trace):
+class Analysis(Owners):
     """One eager run of `function` with all checks; `script()` afterwards."""
 
     def __init__(
@@ -109,34 +33,25 @@ class Analysis(Trace):
         breaks: Breaks,
         grad: bool,
         device: torch.device,
-        cloned: frozenset[tuple[str, int]] = frozenset(),
-        constants: Mapping[int, private.StorageKey] | None = None,
+        cloned: frozenset[tuple[str, int]],
+        constants: Mapping[int, private.StorageKey],
     ) -> None:
-        super().__init__(modules, breaks)
-        self.grad, self.device, self.cloned = grad, device, cloned
-        self.allowed = dict(constants if constants is not None else constants_of(modules))
-        self.view = _View(device)
-        self.quiet = False
-        self.inside: int | None = None  # the break that is running
+        super().__init__(modules, breaks, grad, device, constants)
+        self.cloned = cloned
         self.called_targets: set[int] = set()
-        self._owners: dict[int, _Owner] = {}
-        self._dead: dict[int, Place] = {}
         self._reads: dict[int, dict[str, None]] = {}
         self._records: list[BreakRecord] = []
         self._unseen: set[str] = set()
         self._values: list[Value] = []
-        self._inputs: list[str] = []
         self._mode = Mode(self)
-        self._operators = _Operators(self)
-        self._title = ""  # of the break that is running
         self._output: tuple[Any, tuple[Any, ...]] | None = None
 
     # ------------------------------------------------------------------------------------------------------------- run
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Script:
         for number, tensor in enumerate(distinct(args, kwargs)):
-            self._own(tensor, OUTSIDE)
-            self._inputs.append(self.new_value(tensor, f"input {number}", OUTSIDE, None).name)
+            self.own(tensor, OUTSIDE)
+            self.inputs.append(self.new_value(tensor, f"input {number}", OUTSIDE, None).name)
         with torch.set_grad_enabled(self.grad), intercepted(self, self.breaks):
             with self._watching():
                 result = function(*args, **kwargs)
@@ -151,7 +66,7 @@ class Analysis(Trace):
     def _watching(self) -> Any:
         self.active = True
         try:
-            with self._operators, self._mode:
+            with self.operators, self._mode:
                 yield
         finally:
             self.active = False
@@ -164,7 +79,7 @@ class Analysis(Trace):
     def _leaf(self, tensor: torch.Tensor, what: str) -> Any:
         value = self.value_of(tensor)
         if value is not None:
-            self._refuse_dead(value.root, value.place, what)
+            self.refuse_dead(value.root, value.place, what)
             return Ref(value.name)
         state = self.state_ref(tensor)
         if state is not None:
@@ -185,7 +100,7 @@ class Analysis(Trace):
             frozenset(self.calls_in),
             self.cloned,
             frozenset(self._unseen),
-            tuple(self._inputs),
+            tuple(self.inputs),
             *self._output,
         )
 
@@ -193,7 +108,7 @@ class Analysis(Trace):
         """Values of stretches that are alive although the run's result was dropped: somebody keeps them."""
         for value in self._values:
             value.homes.clear()
-        self._owners.clear()
+        self.owners.clear()
         gc.collect()
         alive = []
         for value in self._values:
@@ -208,20 +123,15 @@ class Analysis(Trace):
         value = super().new_value(tensor, name, made, place)
         if has_storage(tensor):
             key = private.storage_key(tensor)
-            if key not in self._owners and key not in self.allowed:
-                self._own(tensor, made)
-            owner = self._owners.get(key)
+            if key not in self.owners and key not in self.allowed:
+                self.own(tensor, made)
+            owner = self.owners.get(key)
             value.root = key if owner is None else owner.root
         self._values.append(value)
         return value
 
-    def _own(self, tensor: torch.Tensor, stretch: int) -> _Owner:
-        key = private.storage_key(tensor)
-        owner = self._owners[key] = _Owner(stretch, key, private.StorageKey(tensor), inside=self.inside)
-        return owner
-
     def cross(self, value: Value) -> torch.Tensor:
-        self._refuse_dead(value.root, value.place, f"a value made at {line_text(value.place)}")
+        self.refuse_dead(value.root, value.place, f"a value made at {line_text(value.place)}")
         self._reads.setdefault(self.stretch, {})[value.name] = None
         source = value.now()
         if (value.name, self.stretch) in self.cloned and source.requires_grad and source._is_view():
@@ -233,7 +143,7 @@ class Analysis(Trace):
                 "change out of place"
             )
         proxy = self._copy(source)
-        owner = self._own(proxy, self.stretch)
+        owner = self.own(proxy, self.stretch)
         owner.place = value.place
         if (value.name, self.stretch) in self.cloned:
             owner.clone_of = value.root
@@ -276,7 +186,7 @@ class Analysis(Trace):
     def unknown(self, tensor: torch.Tensor, where: str) -> Value | None:
         if not has_storage(tensor) or self.state_ref(tensor) is not None:
             return None
-        owner = self._owners.get(private.storage_key(tensor))
+        owner = self.owners.get(private.storage_key(tensor))
         if owner is None:
             return None  # D2 judges it when an operator reads it
         if owner.stretch != self.stretch or owner.inside is not None:
@@ -289,124 +199,11 @@ class Analysis(Trace):
         self._unseen.add(name)
         return self.new_value(tensor, name, self.stretch, user_place())
 
-    def _refuse_dead(self, root: int, place: Place, what: str) -> None:
-        if root in self._dead:
-            raise CutError(
-                f"{what} shares memory with a tensor that was changed in place behind a break, where graphs keep "
-                "copies\n  made at "
-                f"{line_text(place)}\n  changed at {line_text(self._dead[root])}\n  used again at "
-                f"{line_text(user_place())}\n"
-                "  Way out: take the view after the change, or change out of place"
-            )
-
-    # ------------------------------------------------------------------------------------------------------- operators
-
-    def called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        row = refused_call(func, args, kwargs, self.view)
-        if row is not None:
-            self.forbidden(getattr(func, "__name__", repr(func)), row)
-
-    def call(self, title: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if title == "one_hot" and self.device.type == "cpu":
-            func = _one_hot(func)
-        return super().call(title, func, args, kwargs)
-
-    def forbidden(self, name: str, row: Refusal) -> None:
-        raise CutError(
-            f"{name} ({row.name}) in a graphed stretch: {row.reason}\n  at {line_text(user_place())}\n"
-            f"  Way out: {row.cure}; or break_at the module that does it, or 'auto'"
-        )
-
-    def before_operator(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        fresh = func._schema.name == "aten::lift_fresh"
-        for tensor in tensors_in(args, kwargs):
-            if has_storage(tensor):
-                if fresh and not self._is_known(tensor):
-                    self._own(tensor, self.stretch)
-                self._refuse_read(tensor, func)
-        if self.inside is None:
-            row = refused_operator(func, args, kwargs, self.view)
-            if row is not None:
-                self.forbidden(str(func), row)
-            self._refuse_random_recompute(func)
-            for tensor in written_arguments(func, args, kwargs):
-                if has_storage(tensor):
-                    self._refuse_write(tensor)
-
-    def _is_known(self, tensor: torch.Tensor) -> bool:
-        key = private.storage_key(tensor)
-        return key in self._owners or key in self.allowed
-
-    def _refuse_read(self, tensor: torch.Tensor, func: Any) -> None:
-        """Detector D2."""
-        key = private.storage_key(tensor)
-        owner = self._owners.get(key)
-        if owner is None:
-            if key in self.allowed or self.inside is not None or tensor.numel() == 0:
-                return
-            raise CutError(
-                f"{func} reads a tensor of shape {list(tensor.shape)} of unknown origin (kept from an earlier "
-                "run, a global, or "
-                "made inside a break that did not return it): a graph would read it as it was at capture\n  at "
-                f"{line_text(user_place())}\n"
-                "  Way out: pass it as an argument, register it as a buffer, or return it from the break; what a first run "
-                "makes and keeps: run the module once before capture"
-            )
-        self._refuse_dead(owner.root, owner.place, "a tensor")
-        if self.inside is not None:
-            if owner.inside is None:
-                raise CutError(
-                    f"the break {self._title} reads a tensor of a graphed stretch that is not its argument\n  made at "
-                    f"{line_text(owner.place)}\n  read at {line_text(user_place())}\n  Way out: pass it as an argument"
-                )
-        elif owner.stretch != self.stretch or owner.inside is not None:
-            raise CutError(
-                f"{func} reads a tensor of another part past the torch call (an extension's operator? an object that holds "
-                f"tensors?)\n  made at {line_text(owner.place)}\n  read at {line_text(user_place())}\n  Way out: "
-                "pass it as a plain "
-                "argument, or break at the module that does this"
-            )
-
-    def _refuse_write(self, tensor: torch.Tensor) -> None:
-        owner = self._owners.get(private.storage_key(tensor))
-        if owner is None:
-            return
-        if owner.proxy is not None:
-            if owner.proxy.name in self._inputs:
-                raise CutError(
-                    f"{owner.proxy.name} of the callable is changed in place: a graph would change its copy, "
-                    f"not the caller's tensor\n  at {line_text(user_place())}\n  Way out: work on a clone, or out of place"
-                )
-            raise NeedsClone(owner.proxy.name, self.stretch)
-        if owner.clone_of is not None:
-            self._dead.setdefault(owner.clone_of, user_place())
-
-    def _refuse_random_recompute(self, func: torch._ops.OpOverload) -> None:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return
-        if private.saves_through_hooks() or any("Checkpoint" in kind.__name__ for kind in self.depth):
-            raise CutError(
-                f"{func} draws random numbers inside an activation checkpoint in a graphed stretch: the recomputation would "
-                f"draw others\n  at {line_text(user_place())}\n  Way out: checkpoint inside a break, or without dropout"
-            )
-
-    def after_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        sources = [t for t in tensors_in(args, kwargs) if has_storage(t)]
-        is_host = func._schema.name == "aten::lift_fresh" or (
-            bool(sources) and all(self.view.is_host(tensor) for tensor in sources)
-        )
-        for tensor in tensors_in(result):
-            if has_storage(tensor) and not self._is_known(tensor):
-                owner = self._own(tensor, self.stretch)
-                owner.place = self.entries[-1].place if self.entries and self.inside is None else None
-            if is_host and self.inside is None and has_storage(tensor):
-                self.view.host[private.storage_key(tensor)] = private.StorageKey(tensor)
-
     # ---------------------------------------------------------------------------------------------------------- breaks
 
     def at_break(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         self.refuse_nesting(target, self._mode)
-        if private.top_dispatch_mode() is not self._operators:
+        if private.top_dispatch_mode() is not self.operators:
             raise CutError(f"{target.title} is called inside a TorchDispatchMode of the model's")
         self.called_targets.add(id(target.what))
         # The modes are on top of the stack: refuse_nesting saw to it.
@@ -432,7 +229,7 @@ class Analysis(Trace):
         before = [tensor._version for tensor in given if isinstance(tensor, torch.Tensor)]
         new_args, new_kwargs = unflatten(structure, given)
         state = (torch.is_grad_enabled(), self._autocast())
-        self._title, self.inside, self.quiet = target.title, number, False
+        self.title, self.inside, self.quiet = target.title, number, False
         result = run(*new_args, **new_kwargs)
         self.inside, self.quiet = None, True
         if before != [tensor._version for tensor in given if isinstance(tensor, torch.Tensor)]:
@@ -463,7 +260,7 @@ class Analysis(Trace):
             if id(value) not in copies:
                 source = value.now()
                 copy = copies[id(value)] = self._copy(source)
-                owner = self._own(copy, self.stretch)
+                owner = self.own(copy, self.stretch)
                 owner.root, owner.inside = value.root, number
                 raw[id(copy)] = (copy, leaf)
             given.append(copies[id(value)])
@@ -506,42 +303,12 @@ class Analysis(Trace):
         return record, unflatten(structure, leaves)
 
 
-def _one_hot(func: Callable[..., Any]) -> Callable[..., Any]:
-    """As the tape records it: the CPU's own checks its range on the host, which a GPU's does not."""
-
-    def scattered(*args: Any, **kwargs: Any) -> Any:
-        result = scatter_one_hot(*args, **kwargs)
-        return func(*args, **kwargs) if result is NotImplemented else result
-
-    return scattered
-
-
 def _checked(leaf: Any, what: str) -> Any:
     try:
         check_leaf(leaf, what)
     except SampleError as error:
         raise CutError(f"{error}\n  at {line_text(user_place())}") from error
     return leaf
-
-
-def has_storage(tensor: torch.Tensor) -> bool:
-    return not (
-        private.is_transformed(tensor) or tensor.layout is not torch.strided or private.overrides_dispatch(tensor)
-    )
-
-
-def constants_of(modules: list[nn.Module]) -> dict[int, private.StorageKey]:
-    """The storages that modules hold: parameters, buffers, tensors in attributes and containers."""
-    found: dict[int, private.StorageKey] = {}
-    for module in (m for top in modules for m in top.modules()):
-        for table in (module._parameters, module._buffers, vars(module)):
-            for name, value in table.items():
-                if name.startswith("_") and not isinstance(value, torch.Tensor):
-                    continue
-                for tensor in tensors_of(flatten(value)[0]):
-                    if has_storage(tensor):
-                        found[private.storage_key(tensor)] = private.StorageKey(tensor)
-    return found
 
 
 def distinct(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

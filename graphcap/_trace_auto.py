@@ -51,10 +51,10 @@ class _Discovery(Analysis):
         line = line_text(None if frame is None else (frame.f_code.co_filename, frame.f_lineno))
         self.hits.append(_Hit(list(self.stack), _functions(frame), f"{name} ({row.name})", line))
 
-    def _refuse_read(self, tensor: torch.Tensor, func: Any) -> None:
+    def refuse_read(self, tensor: torch.Tensor, func: Any) -> None:
         """Not asked yet: where the parts are is still open."""
 
-    def _refuse_write(self, tensor: torch.Tensor) -> None:
+    def refuse_write(self, tensor: torch.Tensor) -> None:
         """Nor is this."""
 
 

@@ -18,8 +18,9 @@ from graphcap import _guards
 from graphcap._breaks import Breaks, Target, intercepted
 from graphcap._plan import PartPlan
 from graphcap._tensors import flatten, same_constant, unflatten
-from graphcap._trace import OUTSIDE, BreakRecord, Entry, Mode, Ref, Script, StateRef, Trace, Value, taken_apart
+from graphcap._trace import Mode, Trace
 from graphcap._trace_analysis import distinct
+from graphcap._trace_records import OUTSIDE, BreakRecord, Entry, Ref, Script, StateRef, Value, taken_apart
 from graphcap.backends.refusal_modes import line_text, user_place
 from graphcap.errors import CutError, InputMismatch
 from graphcap.partial_layer import EAGER, GRAPHED, Call, Opened, Program, gather, run_call, run_plain

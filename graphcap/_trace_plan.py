@@ -16,10 +16,11 @@ from graphcap import _guards
 from graphcap._breaks import Breaks, find
 from graphcap._plan import CapturePlan, UnitPlan, cut
 from graphcap._tensors import flatten, same_constant, tensors_of, unflatten
-from graphcap._trace import Ref, Script
-from graphcap._trace_analysis import Analysis, NeedsClone, constants_of
+from graphcap._trace_analysis import Analysis
 from graphcap._trace_auto import discover
 from graphcap._trace_follow import different, program_of
+from graphcap._trace_owners import NeedsClone, constants_of
+from graphcap._trace_records import Ref, Script
 from graphcap._warmup import differentiate, sample_copies
 from graphcap.backends.refusal_modes import line_text
 from graphcap.errors import CutError, GraphcapError, WarmupError
