@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphcap import _guards
 from graphcap import _torch_private as private
 from graphcap._breaks import Breaks, Target, intercepted
 from graphcap._tensors import check_leaf, compact, empty_static, flatten, tensor_problem, tensors_of, unflatten
@@ -52,7 +53,7 @@ class Analysis(Owners):
         for number, tensor in enumerate(distinct(args, kwargs)):
             self.own(tensor, OUTSIDE)
             self.inputs.append(self.new_value(tensor, f"input {number}", OUTSIDE, None).name)
-        with torch.set_grad_enabled(self.grad), intercepted(self, self.breaks):
+        with torch.set_grad_enabled(self.grad), intercepted(self, self.breaks), _guards.kept_autocast():
             with self._watching():
                 result = function(*args, **kwargs)
                 for number, tensor in enumerate(tensors_of(flatten(result)[0])):
@@ -230,7 +231,8 @@ class Analysis(Owners):
         new_args, new_kwargs = unflatten(structure, given)
         state = (torch.is_grad_enabled(), self._autocast())
         self.title, self.inside, self.quiet = target.title, number, False
-        result = run(*new_args, **new_kwargs)
+        with _guards.kept_autocast():  # a cast that one part made is not for another
+            result = run(*new_args, **new_kwargs)
         self.inside, self.quiet = None, True
         if before != [tensor._version for tensor in given if isinstance(tensor, torch.Tensor)]:
             raise CutError(

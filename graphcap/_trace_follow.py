@@ -267,9 +267,11 @@ class _Follower(Trace):
             return
         missing = [name for name in entry[1].makes if name not in self._made]
         if missing:
+            at = len(self.entries)
+            there = self.script.entries[at] if at < len(self.script.entries) else "the end of the forward"
             raise CutError(
-                f"the values {', '.join(missing)} were made in one run, and not in another: it takes another "
-                "branch"
+                f"the forward makes other torch calls in one run than in another, so a graph of it would be wrong: it left out\n"
+                f"  {there}\n  (it never made {', '.join(missing)}). Way out: break at the module that decides"
             )
         self._scope.update((name, self._made[name]) for name in entry[1].makes)
         self._made.clear()
