@@ -50,7 +50,7 @@ check: $(READY)  ## ruff, mypy --strict, import layers, file length
 
 test: check  ## check, then the tests, with coverage
 	@echo '== test: $(WORKERS) workers, coverage of graphcap/ at least $(COVERAGE) %'
-	@$(PYTEST) --cov --cov-report=term --cov-fail-under=$(COVERAGE)
+	@$(PYTEST) --shares --cov --cov-report=term --cov-fail-under=$(COVERAGE)
 
 test-all: check  ## test, and the slow ones, with fresh random examples
 	@echo '== test-all: the slow ones too'

@@ -25,7 +25,7 @@ from graphcap._tensors import (
     unflatten,
 )
 from graphcap.backends.base import Backend
-from graphcap.errors import CutError, GraphcapError, WarmupError
+from graphcap.errors import CutError, GraphcapError, SampleError, WarmupError
 from graphcap.partial_layer import GRAPHED, NOTHING, Call, spread
 
 Pattern = tuple[bool, ...]  # per differentiable output of a part: does a gradient arrive
@@ -347,7 +347,7 @@ class _Shape:
             Leaf(TensorSpec.of(t), run_pass.sources.get(id(t)))
             for t in running.inputs
         )
-        values = tuple(t.detach().clone() for t in running.made) if keep_values and running.part.kind is not GRAPHED else ()
+        values = _kept_values(running) if keep_values and running.part.kind is not GRAPHED else ()
         assert running.structure is not None and running.make_structure is not None
         return PartFacts(
             running.part,
@@ -377,6 +377,16 @@ class _Shape:
 def _reached(output: torch.Tensor, results: Sequence[torch.Tensor]) -> frozenset[int]:
     leaves = [leaf for leaf, _ in _guards.leaves_of([output])]
     return frozenset(i for i, result in enumerate(results) if any(leaf is result for leaf in leaves))
+
+
+def _kept_values(running: Running) -> tuple[torch.Tensor, ...]:
+    try:
+        return tuple(static_copy(tensor) for tensor in running.made)
+    except SampleError as error:
+        raise CutError(
+            f"eager part {running.part.name} makes a tensor with elements that share memory (unfold, as_strided), which has "
+            "no static copy: return .contiguous()"
+        ) from error
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

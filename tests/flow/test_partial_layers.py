@@ -466,6 +466,104 @@ def test_a_result_that_is_held_does_not_block_the_slot_when_the_first_part_got_n
         assert_same(gradients(layer), gradients(twin))
 
 
+class Expanded(Layer):
+    """Outputs whose elements share memory: expanded, and overlapping windows. Their gradients do not."""
+
+    outputs = "y, wide, windows"
+
+    def parts(self) -> tuple[Part, ...]:
+        return (
+            GRAPHED("a", "x -> h, wide, windows"),
+            EAGER("b", "h, wide, windows -> e"),
+            GRAPHED("c", "e, wide, windows -> y"),
+        )
+
+    def a(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.one(x)
+        return h, self.two(h).mean(0, keepdim=True).expand(6, WIDTH), self.three(h).unfold(1, 2, 1)
+
+    def b(self, h: Tensor, wide: Tensor, windows: Tensor) -> Tensor:
+        weights = torch.arange(6.0 * WIDTH).view(6, WIDTH)
+        return h * wide.detach().sum().item() + wide * weights + windows.sum(2)[:, :1]
+
+    def c(self, e: Tensor, wide: Tensor, windows: Tensor) -> Tensor:
+        return torch.sin(e * 0.1) * wide + windows.sin().sum(2).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("order", [None, "0F0 0F1 0B0 0B1", "0F0 0F1 0I0 0I1 0W0 0W1"])
+def test_outputs_whose_elements_share_memory(order: str | None) -> None:
+    assert_equal(Expanded, batches(6, WIDTH), order=order)
+
+
+class EagerMakesExpanded(Layer):
+    """What an eager part makes keeps its strides on the way into a graph, and overlapping memory is refused."""
+
+    def parts(self) -> tuple[Part, ...]:
+        return GRAPHED("a", "x -> h"), EAGER("b", "h -> e"), GRAPHED("c", "e -> y")
+
+    def a(self, x: Tensor) -> Tensor:
+        return self.one(x)
+
+    def b(self, h: Tensor) -> Tensor:
+        return self.two(h).mean(0, keepdim=True).expand(6, WIDTH)
+
+    def c(self, e: Tensor) -> Tensor:
+        return self.three(e)
+
+
+class EagerMakesTransposed(EagerMakesExpanded):
+    def b(self, h: Tensor) -> Tensor:
+        return self.two(h).t().contiguous().t()
+
+
+class EagerMakesWindows(EagerMakesExpanded):
+    def b(self, h: Tensor) -> Tensor:
+        return h.reshape(-1).unfold(0, WIDTH, WIDTH - 1)
+
+
+@pytest.mark.parametrize("build", [EagerMakesExpanded, EagerMakesTransposed])
+def test_eager_results_of_other_strides(build: Callable[[], nn.Module]) -> None:
+    assert_equal(build, batches(6, WIDTH))
+
+
+def test_eager_results_that_overlap_are_refused() -> None:
+    with pytest.raises(CutError, match="elements that share memory"):
+        graphcap.capture(EagerMakesWindows(), (drawn(0, 6, WIDTH),), backend="tape")
+
+
+class GradientLayouts(PartialLayer):
+    """The gradient of h arrives transposed: summed over rows, it has other bits than a contiguous one."""
+
+    inputs, outputs = "x", "y"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(301, 32)
+
+    def parts(self) -> tuple[Part, ...]:
+        return GRAPHED("a", "x -> h"), EAGER("b", "h -> e"), GRAPHED("c", "e, h -> y")
+
+    def a(self, x: Tensor) -> Tensor:
+        return self.one(x)
+
+    def b(self, h: Tensor) -> Tensor:
+        return h.t().contiguous().sin()
+
+    def c(self, e: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.two(e)).sum() * h[:1].tanh()
+
+
+class DirectLayouts(GradientLayouts):
+    def c(self, e: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.two(e)) * h.t().contiguous().sin().mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("build", [GradientLayouts, DirectLayouts])
+@pytest.mark.parametrize("order", [None, "0F0 0F1 0I0 0I1 0W0 0W1"])
+def test_gradients_arrive_with_the_strides_that_eager_gives_them(build: Any, order: str | None) -> None:
+    assert_equal(build, batches(301, 32), order=order)
+
+
 class EmptyExperts(Layer):
     """All rows go to one expert, so the other one sees no rows at all."""
 
