@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from graphcap import _guards
+from graphcap import _torch_private as private
 from graphcap._capture import CaptureSet
 from graphcap._plan import CapturePlan, Layers, UnitPlan
 from graphcap._replay import BoundSet, Flight, Slot
@@ -122,6 +123,12 @@ class Runner:
             raise ReplayError(
                 f"{unit.title}: called from another thread than the one that captured it; static buffers are not locked. "
                 "Capture in the thread that runs"
+            )
+        if grad and self.capture.buffers and private.inside_ddp():
+            raise StateError(
+                f"{unit.title}: DistributedDataParallel around a capture with grads='accumulate': it reduces when autograd "
+                "accumulates a gradient, which the graph does by itself, so nothing would be reduced. Capture with "
+                "grads='return'"
             )
         bound.slot.require_free(f"{unit.title}, microbatch {microbatch}")
         if bound.slot.was_dropped():  # a forward whose backward never ran: its step has ended all the same

@@ -363,8 +363,8 @@ def refuse_host_effects(
         if key not in before or before[key][1] != value:
             raise CutError(
                 f"part {part}: its Python changes {label} at every call. Python does not run at replay, so the graph would "
-                "repeat what it did at capture. Move this work into an EAGER part, keep the value in a buffer that is changed "
-                "in place (a random choice: draw it with torch on the device), or return it as an output"
+                "repeat what it did at capture. Move this work into an EAGER part, keep the value in a buffer that is "
+                "changed in place (a random choice: draw it with torch on the device), or return it as an output"
             )
 
 

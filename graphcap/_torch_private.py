@@ -112,6 +112,11 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def inside_ddp() -> bool:
+    """Whether a DistributedDataParallel is calling the module that it wraps."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+
+
 def python_nodes(roots: Sequence[torch.Tensor]) -> list[Any]:
     """The autograd nodes reachable from `roots` that run a user's Python (torch.autograd.Function)."""
     found: list[Any] = []

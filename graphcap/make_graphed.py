@@ -15,8 +15,9 @@ from graphcap._graphed import Ambient, Graphed, Runner
 from graphcap._plan import CapturePlan, Layers
 from graphcap._tensors import flatten
 from graphcap.backends import choose
+from graphcap.backends.scopes import is_capturing
 from graphcap.config import CaptureConfig
-from graphcap.errors import CutError, OrderError, PlanError, SampleError, StateError, WarmupError
+from graphcap.errors import CaptureError, CutError, OrderError, PlanError, SampleError, StateError, WarmupError
 from graphcap.order import Order
 
 Args = tuple[Any, ...]
@@ -90,6 +91,8 @@ def _run_stages(
 
 
 def _refuse(plan: CapturePlan, modules: Sequence[nn.Module], drop_in: bool) -> None:
+    if is_capturing():
+        raise CaptureError("a capture inside a capture: capture before, or after, what is being captured")
     _guards.refuse_surroundings()
     _guards.refuse_modules(modules)
     for unit in plan.units:

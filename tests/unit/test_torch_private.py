@@ -177,6 +177,23 @@ def test_after_backward() -> None:
     assert seen == ["later node", "end"]
 
 
+def test_inside_ddp() -> None:
+    seen: list[bool] = []
+
+    class Asks(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(private.inside_ddp())
+            return super().forward(x)
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        torch.nn.parallel.DistributedDataParallel(Asks(2, 2))(torch.ones(1, 2))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert seen == [True]
+    assert not private.inside_ddp()
+
+
 @pytest.mark.gpu
 def test_end_allocate_to_pool() -> None:
     """Ends what a begin opened; on what is not open it raises RuntimeError, which the recovery counts on."""
