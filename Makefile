@@ -43,7 +43,7 @@ check: $(READY)  ## ruff, mypy --strict, import layers, file length
 	@echo '== check: mypy --strict graphcap/'
 	@$(BIN)/mypy
 	@echo '== check: layers ($(strip $(CONTRACTS)))'
-	@$(BIN)/lint-imports --no-logo $(addprefix --contract ,$(CONTRACTS))
+	@$(BIN)/lint-imports --no-logo --no-cache $(addprefix --contract ,$(CONTRACTS))
 	@echo '== check: no Python file above $(MAX_LINES) lines'
 	@find $(SOURCES) -name '*.py' -exec awk 'END {if (NR > $(MAX_LINES)) print FILENAME ": " NR " lines"}' {} \; \
 	  | { ! grep . || { echo 'split these files by stage or by noun' >&2; exit 1; }; }

@@ -79,6 +79,7 @@ class Runner:
         self._modules = [_guards.modules_of(unit.layers) for unit in self.plan.units]
         self._check_due = [True] * len(self.plan.units)
         self._stream = backend.stream_key()
+        self._device_type = backend.device.type
         self.closed = False
         self.eager_depth = 0
 
@@ -172,9 +173,10 @@ class Runner:
         found = bound.spec.difference(args, kwargs, strict=self.plan.strict, grad_mode=grad_mode and bound.facts.grad)
         if found is not None:
             return found
-        now = Ambient.now(self.backend.device)
-        if (now.autocast, now.autocast_dtype) != (self.ambient.autocast, self.ambient.autocast_dtype):
-            return f"captured {_autocast(self.ambient)}, called {_autocast(now)}"
+        if torch.is_autocast_enabled(self._device_type) != self.ambient.autocast or (
+            self.ambient.autocast and torch.get_autocast_dtype(self._device_type) != self.ambient.autocast_dtype
+        ):
+            return f"captured {_autocast(self.ambient)}, called {_autocast(Ambient.now(self.backend.device))}"
         for module, training in zip(self._modules[number], self._training[number], strict=True):
             if module.training != training:
                 return f"captured with training={training}, called with training={module.training}"

@@ -15,9 +15,10 @@ import torch
 
 from graphcap import _torch_private as private
 from graphcap._capture import BackwardGraph, CaptureSet, GraphSet, PartGraphs
+from graphcap._parts import OutIndex, distinct_tensors, entry_values, run_call
 from graphcap._plan import PartPlan
 from graphcap._tensors import Structure, compact, flatten, same_constant, unflatten
-from graphcap._warmup import OutIndex, PartFacts, Pattern, distinct_tensors, entry_values, run_call
+from graphcap._warmup import PartFacts, Pattern
 from graphcap.errors import InFlightError, InputMismatch, ReplayError, StateError
 from graphcap.order import Phase
 from graphcap.partial_layer import NOTHING

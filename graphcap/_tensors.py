@@ -322,8 +322,8 @@ class CallSpec:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 if id(leaf) in seen:
                     return (
-                        f"{name}: is the same tensor as {seen[id(leaf)]}, and eager would add its gradients in an order that "
-                        "a graph can't know: pass a view in one place (x.view_as(x))"
+                        f"{name}: is the same tensor as {seen[id(leaf)]}, and eager would add its gradients in an order "
+                        "that a graph can't know: pass a view in one place (x.view_as(x))"
                     )
                 seen[id(leaf)] = name
         return None
@@ -359,9 +359,11 @@ def _structure_difference(spec: CallSpec, structure: Structure) -> str:
     if missing or extra:
         said = [f"keyword {key!r} is missing" for key in missing] + [f"keyword {key!r} was not captured" for key in extra]
         return "; ".join(said)
-    pairs = [(f"argument {i}", a, b) for i, (a, b) in enumerate(zip(positional.children, new_positional.children))]
+    both = zip(positional.children, new_positional.children, strict=True)
+    pairs = [(f"argument {i}", a, b) for i, (a, b) in enumerate(both)]
     pairs += [
-        (f"keyword {key!r}", a, b) for key, a, b in zip(keyword.context, keyword.children, new_keyword.children)
+        (f"keyword {key!r}", a, b)
+        for key, a, b in zip(keyword.context, keyword.children, new_keyword.children, strict=True)
     ]
     for name, a, b in pairs:
         if a != b:

@@ -114,7 +114,8 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 def inside_ddp() -> bool:
     """Whether a DistributedDataParallel is calling the module that it wraps."""
-    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
+    active = cast(Callable[[], object], torch.nn.parallel.DistributedDataParallel._get_active_ddp_module)
+    return active() is not None
 
 
 def python_nodes(roots: Sequence[torch.Tensor]) -> list[Any]:
@@ -140,3 +141,8 @@ def end_allocate_to_pool(device: torch.device, pool: tuple[int, int]) -> None:
     """Stop routing this device's allocations into a graph's pool (left on when a capture is invalidated)."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     torch._C._cuda_endAllocateToPool(index, pool)
+
+
+def current_raw_stream(device_index: int) -> int:
+    """The driver's handle of the current stream, without the object around it (2 us less at every replay)."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index))

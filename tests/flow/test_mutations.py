@@ -19,7 +19,7 @@ from graphcap import EAGER, GRAPHED, InFlightError, InputMismatch, Order, Replay
 from graphcap.backends.tape import TapeBackend
 from graphcap.order import SlotMap
 from graphcap.partial_layer import Part
-from tests.flow.test_partial_layers import Detours, DirectLayouts, Layer, ManyUses
+from tests.flow.partial_models import Detours, DirectLayouts, Layer, ManyUses
 from tests.flow.twins import WIDTH, assert_equal, batches, drawn, judged, linear
 
 Monkeypatch = pytest.MonkeyPatch

@@ -128,8 +128,9 @@ def check(program: tuple[tuple[Op, ...], tuple[int, ...]], needs_grad: bool, **o
     try:
         verdict = judged(build, inputs, steps=3, expect_no_grads=True, grad_mode=leads_to_weights, **options)
     except CutError as error:
-        assert any(text in str(error) for text in ("is used more than once in part", "elements that share memory"))
-        return
+        if "is used more than once in part" in str(error) or "elements that share memory" in str(error):
+            return
+        raise
     assert verdict, f"{verdict}\n{program}"
 
 

@@ -203,3 +203,11 @@ def test_end_allocate_to_pool() -> None:
     private.end_allocate_to_pool(device, pool.id)
     with pytest.raises(RuntimeError):
         private.end_allocate_to_pool(device, pool.id)
+
+
+@pytest.mark.gpu
+def test_current_raw_stream() -> None:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        assert private.current_raw_stream(0) == side.cuda_stream
+    assert private.current_raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
