@@ -485,7 +485,12 @@ class StepGuard:
 
 
 def _hook_count(module: nn.Module) -> int:
-    return sum(len(getattr(module, kind)) for kind in _HOOKS)
+    return (
+        len(module._forward_pre_hooks)
+        + len(module._forward_hooks)
+        + len(module._backward_hooks)
+        + len(module._backward_pre_hooks)
+    )
 
 
 def _moved(name: str, what: str) -> StateError:
