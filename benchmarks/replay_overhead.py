@@ -76,7 +76,8 @@ def candidates(count: int, device: torch.device) -> dict[str, Step]:
     for grads in ("accumulate", "return"):
         config = graphcap.CaptureConfig(grads=grads, outputs="alias")
         made[f"graphcap {grads}"] = graphcap.capture(copy.deepcopy(eager), (x,), config=config)
-    unchecked = graphcap.capture(copy.deepcopy(eager), (x,), config=graphcap.CaptureConfig(grads="accumulate", outputs="alias"))
+    config = graphcap.CaptureConfig(grads="accumulate", outputs="alias")
+    unchecked = graphcap.capture(copy.deepcopy(eager), (x,), config=config)
     for guard in unchecked._runner._guards:
         guard.check = lambda: None
     made["graphcap accumulate, without the step check"] = unchecked
@@ -91,6 +92,7 @@ def candidates(count: int, device: torch.device) -> dict[str, Step]:
     for name, module in made.items():
         agree(name, module, copy.deepcopy(eager), device)
     steps: dict[str, Step] = {name: module_step(module) for name, module in made.items()}
+    steps["a node that does nothing (autograd's floor)"] = floor_step()
     if device.type == "cuda":
         steps["one raw graph (limit)"] = raw_step(copy.deepcopy(eager), device)
     return steps
@@ -117,6 +119,26 @@ def module_step(module: nn.Module) -> Step:
         module(x).backward(c)
 
     step.clear = lambda: [setattr(p, "grad", None) for p in parameters]  # type: ignore[attr-defined]
+    return step
+
+
+class _Nothing(torch.autograd.Function):
+    """What autograd itself costs around a graph: one node, no copy, no kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def floor_step() -> Step:
+    def step(x: torch.Tensor, c: torch.Tensor) -> None:
+        _Nothing.apply(x).backward(c)
+
+    step.clear = lambda: None  # type: ignore[attr-defined]
     return step
 
 

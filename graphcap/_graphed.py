@@ -131,7 +131,7 @@ class Runner:
                 "accumulates a gradient, which the graph does by itself, so nothing would be reduced. Capture with "
                 "grads='return'"
             )
-        bound.slot.require_free(f"{unit.title}, microbatch {microbatch}")
+        bound.slot.require_free(bound.title, microbatch)
         if bound.slot.was_dropped():  # a forward whose backward never ran: its step has ended all the same
             self._check_due[number] = True
         state = self._check_state(number, grad)
@@ -153,7 +153,7 @@ class Runner:
         slot.generation += 1
         flight = None
         if grad and bound.has_backward:
-            flight = slot.take(f"{bound.unit.title}, microbatch {microbatch}", lambda: self._finished(number))
+            flight = slot.take((bound.title, microbatch), lambda: self._finished(number))
         try:
             value = bound.run(args, kwargs, flight, self.anchor)
         except BaseException:

@@ -57,7 +57,7 @@ class Slot:
     number: int
     generation: int = 0
     flight: weakref.ref[Flight] | None = None
-    holder: str = ""
+    holder: tuple[str, int] = ("", 0)  # title of the unit, microbatch: words only where an error needs them
 
     def in_flight(self) -> bool:
         flight = None if self.flight is None else self.flight()
@@ -66,15 +66,15 @@ class Slot:
     def was_dropped(self) -> bool:
         return self.flight is not None and self.flight() is None
 
-    def require_free(self, who: str) -> None:
+    def require_free(self, title: str, microbatch: int) -> None:
         if self.in_flight():
             raise InFlightError(
-                f"{who} needs slot {self.number}, but the forward of {self.holder} is still in flight there: its backward "
-                "has not run and its result is alive. Run that backward, drop the result, call reset(), or capture with "
-                "an order that has more microbatches in flight"
+                f"{title}, microbatch {microbatch} needs slot {self.number}, but the forward of {self.holder[0]}, "
+                f"microbatch {self.holder[1]} is still in flight there: its backward has not run and its result is alive. Run that "
+                "backward, drop the result, call reset(), or capture with an order that has more microbatches in flight"
             )
 
-    def take(self, holder: str, on_finish: Callable[[], None]) -> Flight:
+    def take(self, holder: tuple[str, int], on_finish: Callable[[], None]) -> Flight:
         flight = Flight(self.generation, on_finish)
         self.flight, self.holder = weakref.ref(flight), holder
         return flight
@@ -91,9 +91,8 @@ class _PartNode(torch.autograd.Function):
         outputs = bound.run(tensors)
         ctx.bound, ctx.flight = bound, flight
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(out for out, spec in zip(outputs, bound.facts.made, strict=True) if not spec.requires_grad)
-        )
+        if bound.undifferentiable:
+            ctx.mark_non_differentiable(*(outputs[place] for place in bound.undifferentiable))
         return outputs
 
     @staticmethod
@@ -156,6 +155,7 @@ class BoundPart:
             for n, i in enumerate(self.facts.parameters)
             if i in capture.buffers
         ]
+        self.undifferentiable = [n for n, spec in enumerate(self.facts.made) if not spec.requires_grad]
         self._returned_at = [n for n, i in enumerate(self.facts.parameters) if i not in capture.buffers]
         self.fresh_inputs = {
             n: not graphs.linked[n] for n in self.facts.grad_inputs
@@ -446,6 +446,7 @@ class BoundSet:
 
     def __init__(self, graph_set: GraphSet, slot: Slot, capture: CaptureSet) -> None:
         self.unit, self.facts, self.slot = graph_set.unit, graph_set.facts, slot
+        self.title = graph_set.unit.title
         self.spec = next(sample.spec for sample in graph_set.unit.samples if sample.slot == graph_set.slot)
         alias = capture.plan.outputs_alias
         self.alias = alias

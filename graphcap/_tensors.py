@@ -340,9 +340,9 @@ class CallSpec:
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool, grad_mode: bool) -> str | None:
         """The first difference of a call, as "name: expected ..., got ...", or None."""
-        if self.plain and not kwargs and len(args) == len(self.leaves):
-            if self._leaves_difference(args, strict=strict, grad_mode=grad_mode) is None:
-                return None
+        plain = self.plain and not kwargs and len(args) == len(self.leaves)
+        if plain and self._leaves_difference(args, strict=strict, grad_mode=grad_mode) is None:
+            return None
         leaves, structure = flatten((args, kwargs))
         if structure != self.structure:
             return _structure_difference(self, structure)

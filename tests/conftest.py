@@ -64,7 +64,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("time by folder, in seconds of one worker")
     for folder, seconds in sorted(_spent.items()):
         allowed = SHARES.get(folder, 1.0) * 60 * WORKERS
-        terminalreporter.write_line(f"{folder:12} {seconds:7.1f} of {allowed:.0f}{'  TOO LONG' if seconds > allowed else ''}")
+        late = "  TOO LONG" if seconds > allowed else ""
+        terminalreporter.write_line(f"{folder:12} {seconds:7.1f} of {allowed:.0f}{late}")
 
 
 @pytest.hookimpl(trylast=True)

@@ -178,7 +178,7 @@ def test_two_lives_on_one_slot(monkeypatch: Monkeypatch) -> None:
     monkeypatch.setattr(_plan, "assign_slots", one_slot)
     with pytest.raises(InFlightError):
         judged(two_alike, order=FFBB)
-    monkeypatch.setattr(_replay.Slot, "require_free", lambda self, who: None)
+    monkeypatch.setattr(_replay.Slot, "require_free", lambda self, title, microbatch: None)
     with pytest.raises(ReplayError, match="later forward"):
         judged(two_alike, order=FFBB)
     monkeypatch.setattr(_replay.BoundPart, "_require_valid", lambda self, flight, phase: None)
