@@ -70,8 +70,9 @@ class Slot:
         if self.in_flight():
             raise InFlightError(
                 f"{title}, microbatch {microbatch} needs slot {self.number}, but the forward of {self.holder[0]}, "
-                f"microbatch {self.holder[1]} is still in flight there: its backward has not run and its result is alive. Run that "
-                "backward, drop the result, call reset(), or capture with an order that has more microbatches in flight"
+                f"microbatch {self.holder[1]} is still in flight there: its backward has not run and its result is alive. "
+                "Run that backward, drop the result, call reset(), or capture with an order that has more microbatches in "
+                "flight"
             )
 
     def take(self, holder: tuple[str, int], on_finish: Callable[[], None]) -> Flight:
