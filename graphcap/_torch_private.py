@@ -146,3 +146,16 @@ def end_allocate_to_pool(device: torch.device, pool: tuple[int, int]) -> None:
 def current_raw_stream(device_index: int) -> int:
     """The driver's handle of the current stream, without the object around it (2 us less at every replay)."""
     return int(torch._C._cuda_getCurrentRawStream(device_index))
+
+
+# --- distributed ------------------------------------------------------------------------------------------------------
+
+
+def is_process_group(value: object) -> bool:
+    """Whether an argument of a c10d operator is a boxed process group."""
+    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in cast(Any, value)._type().name()
+
+
+def process_group(value: object) -> torch.distributed.ProcessGroup:
+    """The process group inside a boxed one; the same object at every call."""
+    return cast(torch.distributed.ProcessGroup, cast(Any, torch.distributed.ProcessGroup).unbox(value))

@@ -13,6 +13,7 @@ from torch import nn
 from graphcap import _capture, _guards, _plan, _warmup
 from graphcap._graphed import Ambient, Graphed, Runner
 from graphcap._plan import CapturePlan, Layers
+from graphcap._ranks import Ranks
 from graphcap._tensors import flatten
 from graphcap.backends import choose
 from graphcap.backends.scopes import is_capturing
@@ -82,10 +83,13 @@ def _run_stages(
         _guards.leaf_aliases(modules) as parameters,
         _guards.kept_autocast(),
     ):
-        facts = _warmup.run(plan, backend, parameters)
-        if not allow_unused:
-            _refuse_unused(facts)
-        captured = _capture.record(facts, backend, pool, kept)
+        ranks = Ranks(backend.device)
+        with ranks.stage("warm-up", watch=True):
+            facts = _warmup.run(plan, backend, parameters)
+            if not allow_unused:
+                _refuse_unused(facts)
+        with ranks.stage("recording"):
+            captured = _capture.record(facts, backend, pool, kept)
         lazy = _guards.changed_attributes(attributes, _guards.plain_attributes(modules))
     return Runner(captured, backend, ambient, lazy)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -211,3 +214,26 @@ def test_current_raw_stream() -> None:
     with torch.cuda.stream(side):
         assert private.current_raw_stream(0) == side.cuda_stream
     assert private.current_raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
+
+
+def test_process_group_of_a_collective(tmp_path: Path) -> None:
+    """Found in what a collective dispatches, the same object each time."""
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[object] = []
+
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.extend(private.process_group(value) for value in args if private.is_process_group(value))
+            return func(*args, **(kwargs or {}))
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
+    try:
+        with See():
+            dist.all_reduce(torch.ones(2))
+            dist.broadcast(torch.ones(2), 0)
+        assert len(seen) == 2
+        assert seen[0] is seen[1] is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
