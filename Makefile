@@ -43,14 +43,14 @@ check: $(READY)  ## ruff, mypy --strict, import layers, file length
 	@echo '== check: mypy --strict graphcap/'
 	@$(BIN)/mypy
 	@echo '== check: layers ($(strip $(CONTRACTS)))'
-	@$(BIN)/lint-imports --no-logo $(addprefix --contract ,$(CONTRACTS))
+	@$(BIN)/lint-imports --no-logo --no-cache $(addprefix --contract ,$(CONTRACTS))
 	@echo '== check: no Python file above $(MAX_LINES) lines'
 	@find $(SOURCES) -name '*.py' -exec awk 'END {if (NR > $(MAX_LINES)) print FILENAME ": " NR " lines"}' {} \; \
 	  | { ! grep . || { echo 'split these files by stage or by noun' >&2; exit 1; }; }
 
 test: check  ## check, then the tests, with coverage
 	@echo '== test: $(WORKERS) workers, coverage of graphcap/ at least $(COVERAGE) %'
-	@$(PYTEST) --cov --cov-report=term --cov-fail-under=$(COVERAGE)
+	@$(PYTEST) --shares --cov --cov-report=term --cov-fail-under=$(COVERAGE)
 
 test-all: check  ## test, and the slow ones, with fresh random examples
 	@echo '== test-all: the slow ones too'

@@ -7,6 +7,9 @@
 The graphed model computes what the eager model computes, bit for bit; or it says why not.
 """
 
+import importlib
+from types import ModuleType
+
 from graphcap._graphed import Graphed, Stats, disabled
 from graphcap._plan import CapturePlan
 from graphcap.config import CaptureConfig
@@ -35,6 +38,14 @@ from graphcap.order import Order, Phase, Step
 from graphcap.partial_layer import EAGER, GRAPHED, PartialLayer, nested
 
 __version__ = "0.1.0.dev0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`graphcap.testing` and `graphcap.hybrid` without an import of their own, loaded when first asked for."""
+    if name in ("testing", "hybrid"):
+        return importlib.import_module(f"graphcap.{name}")
+    raise AttributeError(f"module 'graphcap' has no attribute {name!r}")
+
 
 __all__ = [
     "EAGER",

@@ -17,15 +17,9 @@ from typing import Any
 import torch
 
 from graphcap import _guards
-from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan
-from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
-from graphcap._warmup import (
+from graphcap._parts import (
     OutIndex,
-    PartFacts,
-    Pattern,
     Running,
-    UnitFacts,
-    WarmupFacts,
     close_part,
     differentiate,
     distinct_tensors,
@@ -36,6 +30,9 @@ from graphcap._warmup import (
     run_calls,
     sample_copies,
 )
+from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan
+from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
+from graphcap._warmup import PartFacts, Pattern, UnitFacts, WarmupFacts
 from graphcap.backends.base import Backend, Graph, Pool
 from graphcap.errors import CaptureError, GraphcapError
 from graphcap.order import Phase

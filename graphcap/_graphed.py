@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from graphcap import _guards
+from graphcap import _torch_private as private
 from graphcap._capture import CaptureSet
 from graphcap._plan import CapturePlan, Layers, UnitPlan
 from graphcap._replay import BoundSet, Flight, Slot
@@ -78,6 +79,7 @@ class Runner:
         self._modules = [_guards.modules_of(unit.layers) for unit in self.plan.units]
         self._check_due = [True] * len(self.plan.units)
         self._stream = backend.stream_key()
+        self._device_type = backend.device.type
         self.closed = False
         self.eager_depth = 0
 
@@ -123,7 +125,13 @@ class Runner:
                 f"{unit.title}: called from another thread than the one that captured it; static buffers are not locked. "
                 "Capture in the thread that runs"
             )
-        bound.slot.require_free(f"{unit.title}, microbatch {microbatch}")
+        if grad and self.capture.buffers and private.inside_ddp():
+            raise StateError(
+                f"{unit.title}: DistributedDataParallel around a capture with grads='accumulate': it reduces when autograd "
+                "accumulates a gradient, which the graph does by itself, so nothing would be reduced. Capture with "
+                "grads='return'"
+            )
+        bound.slot.require_free(bound.title, microbatch)
         if bound.slot.was_dropped():  # a forward whose backward never ran: its step has ended all the same
             self._check_due[number] = True
         state = self._check_state(number, grad)
@@ -145,7 +153,7 @@ class Runner:
         slot.generation += 1
         flight = None
         if grad and bound.has_backward:
-            flight = slot.take(f"{bound.unit.title}, microbatch {microbatch}", lambda: self._finished(number))
+            flight = slot.take((bound.title, microbatch), lambda: self._finished(number))
         try:
             value = bound.run(args, kwargs, flight, self.anchor)
         except BaseException:
@@ -165,9 +173,10 @@ class Runner:
         found = bound.spec.difference(args, kwargs, strict=self.plan.strict, grad_mode=grad_mode and bound.facts.grad)
         if found is not None:
             return found
-        now = Ambient.now(self.backend.device)
-        if (now.autocast, now.autocast_dtype) != (self.ambient.autocast, self.ambient.autocast_dtype):
-            return f"captured {_autocast(self.ambient)}, called {_autocast(now)}"
+        if torch.is_autocast_enabled(self._device_type) != self.ambient.autocast or (
+            self.ambient.autocast and torch.get_autocast_dtype(self._device_type) != self.ambient.autocast_dtype
+        ):
+            return f"captured {_autocast(self.ambient)}, called {_autocast(Ambient.now(self.backend.device))}"
         for module, training in zip(self._modules[number], self._training[number], strict=True):
             if module.training != training:
                 return f"captured with training={training}, called with training={module.training}"

@@ -363,8 +363,8 @@ def refuse_host_effects(
         if key not in before or before[key][1] != value:
             raise CutError(
                 f"part {part}: its Python changes {label} at every call. Python does not run at replay, so the graph would "
-                "repeat what it did at capture. Move this work into an EAGER part, keep the value in a buffer that is changed "
-                "in place (a random choice: draw it with torch on the device), or return it as an output"
+                "repeat what it did at capture. Move this work into an EAGER part, keep the value in a buffer that is "
+                "changed in place (a random choice: draw it with torch on the device), or return it as an output"
             )
 
 
@@ -485,7 +485,12 @@ class StepGuard:
 
 
 def _hook_count(module: nn.Module) -> int:
-    return sum(len(getattr(module, kind)) for kind in _HOOKS)
+    return (
+        len(module._forward_pre_hooks)
+        + len(module._forward_hooks)
+        + len(module._backward_hooks)
+        + len(module._backward_pre_hooks)
+    )
 
 
 def _moved(name: str, what: str) -> StateError:

@@ -15,9 +15,10 @@ import torch
 
 from graphcap import _torch_private as private
 from graphcap._capture import BackwardGraph, CaptureSet, GraphSet, PartGraphs
+from graphcap._parts import OutIndex, distinct_tensors, entry_values
 from graphcap._plan import PartPlan
-from graphcap._tensors import Structure, compact, flatten, same_constant, unflatten
-from graphcap._warmup import OutIndex, PartFacts, Pattern, distinct_tensors, entry_values
+from graphcap._tensors import Getter, Structure, compact, flatten, getters, same_constant, unflatten
+from graphcap._warmup import PartFacts, Pattern
 from graphcap.errors import InFlightError, InputMismatch, ReplayError, StateError
 from graphcap.order import Phase
 from graphcap.partial_layer import NOTHING, run_call
@@ -56,7 +57,7 @@ class Slot:
     number: int
     generation: int = 0
     flight: weakref.ref[Flight] | None = None
-    holder: str = ""
+    holder: tuple[str, int] = ("", 0)  # title of the unit, microbatch: words only where an error needs them
 
     def in_flight(self) -> bool:
         flight = None if self.flight is None else self.flight()
@@ -65,15 +66,16 @@ class Slot:
     def was_dropped(self) -> bool:
         return self.flight is not None and self.flight() is None
 
-    def require_free(self, who: str) -> None:
+    def require_free(self, title: str, microbatch: int) -> None:
         if self.in_flight():
             raise InFlightError(
-                f"{who} needs slot {self.number}, but the forward of {self.holder} is still in flight there: its backward "
-                "has not run and its result is alive. Run that backward, drop the result, call reset(), or capture with "
-                "an order that has more microbatches in flight"
+                f"{title}, microbatch {microbatch} needs slot {self.number}, but the forward of {self.holder[0]}, "
+                f"microbatch {self.holder[1]} is still in flight there: its backward has not run and its result is alive. "
+                "Run that backward, drop the result, call reset(), or capture with an order that has more microbatches in "
+                "flight"
             )
 
-    def take(self, holder: str, on_finish: Callable[[], None]) -> Flight:
+    def take(self, holder: tuple[str, int], on_finish: Callable[[], None]) -> Flight:
         flight = Flight(self.generation, on_finish)
         self.flight, self.holder = weakref.ref(flight), holder
         return flight
@@ -90,9 +92,8 @@ class _PartNode(torch.autograd.Function):
         outputs = bound.run(tensors)
         ctx.bound, ctx.flight = bound, flight
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(out for out, spec in zip(outputs, bound.facts.made, strict=True) if not spec.requires_grad)
-        )
+        if bound.undifferentiable:
+            ctx.mark_non_differentiable(*(outputs[place] for place in bound.undifferentiable))
         return outputs
 
     @staticmethod
@@ -155,10 +156,13 @@ class BoundPart:
             for n, i in enumerate(self.facts.parameters)
             if i in capture.buffers
         ]
+        self.undifferentiable = [n for n, spec in enumerate(self.facts.made) if not spec.requires_grad]
         self._returned_at = [n for n, i in enumerate(self.facts.parameters) if i not in capture.buffers]
         self.fresh_inputs = {
             n: not graphs.linked[n] for n in self.facts.grad_inputs
         }
+        self._reach: list[tuple[int, str, tuple[Getter, ...]]] | None = None
+        self._made_names = _bare_makes(self.facts)
         self._choices: dict[tuple[Phase, Pattern], tuple[BackwardGraph | None, frozenset[int]]] = {}
 
     # ------------------------------------------------------------------------------------------------------ forward
@@ -180,10 +184,35 @@ class BoundPart:
         else:
             extra = self.returned if not self.added else [*self.returned, anchor]
             outputs = _PartNode.apply(self, flight, *tensors, *extra)  # type: ignore[no-untyped-call]
+        if self._made_names is not None:
+            for name, place in self._made_names:
+                env[name] = outputs[place]
+            return
         leaves = [outputs[leaf.place] if isinstance(leaf, OutIndex) else leaf for leaf in self.facts.make_leaves]
         env.update(zip(self.facts.part.makes, unflatten(self.facts.make_structure, leaves), strict=True))
 
     def _gather(self, env: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors that the part reads, each once. Structures were checked where the values came from (the call, an
+        eager part), so after a first look the tensors are picked where they lay then."""
+        if self._reach is None:
+            return self._look(env)
+        found: list[Any] = [None] * len(self.facts.reads)
+        for place, name, steps in self._reach:
+            leaf = env[name]
+            for step in steps:
+                leaf = step(leaf)
+            if found[place] is None:
+                found[place] = leaf
+            elif found[place] is not leaf:
+                raise self._two_tensors()
+        return found
+
+    def _two_tensors(self) -> InputMismatch:
+        return InputMismatch(
+            f"part {self.facts.part.name}: two of its inputs were one tensor at capture and are two tensors now"
+        )
+
+    def _look(self, env: dict[str, Any]) -> list[torch.Tensor]:
         part, facts = self.facts.part, self.facts
         leaves, structure = flatten([env[name] for name in part.reads])
         found: list[torch.Tensor | None] = [None] * len(facts.reads)
@@ -194,11 +223,25 @@ class BoundPart:
             if isinstance(leaf, torch.Tensor):
                 place = next(index)
                 if found[place] is not None and found[place] is not leaf:
-                    raise InputMismatch(
-                        f"part {part.name}: two of its inputs were one tensor at capture and are two tensors now"
-                    )
+                    raise self._two_tensors()
                 found[place] = leaf
+        self._remember(leaves)
         return found  # type: ignore[return-value]  # every place is some leaf's, or the structure would differ
+
+    def _remember(self, leaves: Sequence[Any]) -> None:
+        """Note where the tensors lie among the values, if plain indexing reaches them."""
+        index = iter(self.facts.read_index)
+        reach: list[tuple[int, str, tuple[Getter, ...]]] = []
+        at = 0
+        for name, child in zip(self.facts.part.reads, self.facts.read_structure.children, strict=True):
+            ways = getters(child)
+            if ways is None:
+                return
+            for steps, leaf in zip(ways, leaves[at : at + len(ways)], strict=True):
+                if isinstance(leaf, torch.Tensor):
+                    reach.append((next(index), name, steps))
+            at += len(ways)
+        self._reach = reach
 
     # ----------------------------------------------------------------------------------------------------- backward
 
@@ -374,6 +417,15 @@ def fresh(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
+def _bare_makes(facts: PartFacts) -> list[tuple[str, int]] | None:
+    """(name, place) where every value that a part makes is one tensor; else None."""
+    if any(child.kind is not None for child in facts.make_structure.children):
+        return None
+    if not all(isinstance(leaf, OutIndex) for leaf in facts.make_leaves):
+        return None
+    return [(name, leaf.place) for name, leaf in zip(facts.part.makes, facts.make_leaves, strict=True)]
+
+
 def _leaving(facts: PartFacts) -> frozenset[int]:
     """The outputs that only the caller gets: they are copied as they leave."""
     names: dict[int, set[bool]] = {}
@@ -395,6 +447,7 @@ class BoundSet:
 
     def __init__(self, graph_set: GraphSet, slot: Slot, capture: CaptureSet) -> None:
         self.unit, self.facts, self.slot = graph_set.unit, graph_set.facts, slot
+        self.title = graph_set.unit.title
         self.spec = next(sample.spec for sample in graph_set.unit.samples if sample.slot == graph_set.slot)
         alias = capture.plan.outputs_alias
         self.alias = alias
@@ -426,13 +479,18 @@ class BoundSet:
 
     def _owned(self, value: Any) -> Any:
         """Copies of what still lies in static memory (values that are also read inside, or pass through)."""
+        if isinstance(value, torch.Tensor):
+            return value.clone() if self._is_static(value) else value
         leaves, structure = flatten(value)
         changed = False
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.untyped_storage().data_ptr() in self._static:
+            if isinstance(leaf, torch.Tensor) and self._is_static(leaf):
                 leaves[place] = leaf.clone()
                 changed = True
         return unflatten(structure, leaves) if changed else value
+
+    def _is_static(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in self._static
 
 
 def run_eager(part: PartPlan, facts: PartFacts, env: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from graphcap._parts import loss_of
 from graphcap._tensors import flatten, unflatten
-from graphcap._warmup import loss_of
 from graphcap.errors import ReplayError, ReplayOrderError
 from graphcap.order import Order, Phase, Step
 from graphcap.partial_layer import run_plain as run_plain

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
@@ -58,7 +59,8 @@ class TensorSpec:
             return f"expected device {self.device}, got {tensor.device}"
         if grad_mode and tensor.requires_grad != self.requires_grad and (strict or tensor.requires_grad):
             return f"expected requires_grad={self.requires_grad}, got {tensor.requires_grad}"
-        if (strict or self.expanded) and _stride(tensor) != self.stride:
+        # the plain comparison first: it holds almost always, and this runs at every call
+        if (strict or self.expanded) and tensor.stride() != self.stride and _stride(tensor) != self.stride:
             return f"expected strides {list(self.stride)}, got {list(tensor.stride())}"
         return None
 
@@ -133,6 +135,9 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     return False
 
 
+Getter = Callable[[Any], Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Structure:
     """A nested container without its leaves. `kind` None is a leaf. Two structures are equal when the containers have
@@ -203,6 +208,30 @@ def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
     for name, child in zip(structure.context, children, strict=True):
         object.__setattr__(made, name, child)
     return made
+
+
+def getters(structure: Structure) -> list[tuple[Getter, ...]] | None:
+    """How to reach every leaf, in the order of `flatten`; None where a container must be asked by its own function."""
+    kind = structure.kind
+    if kind is None:
+        return [()]
+    found: list[tuple[Getter, ...]] = []
+    for index, child in enumerate(structure.children):
+        below = getters(child)
+        step = _getter(structure, index)
+        if below is None or step is None:
+            return None
+        found += [(step, *path) for path in below]
+    return found
+
+
+def _getter(structure: Structure, index: int) -> Getter | None:
+    kind, context = structure.kind, structure.context
+    if kind is tuple or kind is list or context == "namedtuple":
+        return operator.itemgetter(index)
+    if kind is dict or kind is OrderedDict:
+        return operator.itemgetter(context[index])
+    return None
 
 
 def paths(structure: Structure, root: str) -> list[str]:
@@ -288,6 +317,8 @@ class CallSpec:
     structure: Structure
     leaves: tuple[Any, ...]  # TensorSpec or constant
     names: tuple[str, ...]
+    plain: bool  # positional arguments alone, none of them a container: a call needs no flattening
+    shareable: bool  # two and more leaves require grad: they may turn out to be one tensor
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec:
@@ -295,7 +326,10 @@ class CallSpec:
         names = call_names(structure)
         for leaf, name in zip(leaves, names, strict=True):
             check_leaf(leaf, name)
-        return CallSpec(structure, tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in leaves), names)
+        specs = tuple(TensorSpec.of(x) if isinstance(x, torch.Tensor) else x for x in leaves)
+        plain = not kwargs and all(child.kind is None for child in structure.children[0].children)
+        shareable = sum(isinstance(x, TensorSpec) and x.requires_grad for x in specs) > 1
+        return CallSpec(structure, specs, names, plain, shareable)
 
     def same_signature(self, other: CallSpec) -> bool:
         """Whether both calls can use one set of static buffers."""
@@ -306,14 +340,20 @@ class CallSpec:
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool, grad_mode: bool) -> str | None:
         """The first difference of a call, as "name: expected ..., got ...", or None."""
+        plain = self.plain and not kwargs and len(args) == len(self.leaves)
+        if plain and self._leaves_difference(args, strict=strict, grad_mode=grad_mode) is None:
+            return None
         leaves, structure = flatten((args, kwargs))
         if structure != self.structure:
             return _structure_difference(self, structure)
+        return self._leaves_difference(leaves, strict=strict, grad_mode=grad_mode)
+
+    def _leaves_difference(self, leaves: Sequence[Any], *, strict: bool, grad_mode: bool) -> str | None:
         for expected, leaf, name in zip(self.leaves, leaves, self.names, strict=True):
             found = _leaf_difference(expected, leaf, strict=strict, grad_mode=grad_mode)
             if found is not None:
                 return f"{name}: {found}"
-        return self._same_leaf(leaves) if strict and grad_mode else None
+        return self._same_leaf(leaves) if strict and grad_mode and self.shareable else None
 
     def _same_leaf(self, leaves: Sequence[Any]) -> str | None:
         """One tensor in two places: its gradients would be added in the order of the arguments, not of their uses."""
@@ -322,8 +362,8 @@ class CallSpec:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 if id(leaf) in seen:
                     return (
-                        f"{name}: is the same tensor as {seen[id(leaf)]}, and eager would add its gradients in an order that "
-                        "a graph can't know: pass a view in one place (x.view_as(x))"
+                        f"{name}: is the same tensor as {seen[id(leaf)]}, and eager would add its gradients in an order "
+                        "that a graph can't know: pass a view in one place (x.view_as(x))"
                     )
                 seen[id(leaf)] = name
         return None
@@ -359,9 +399,11 @@ def _structure_difference(spec: CallSpec, structure: Structure) -> str:
     if missing or extra:
         said = [f"keyword {key!r} is missing" for key in missing] + [f"keyword {key!r} was not captured" for key in extra]
         return "; ".join(said)
-    pairs = [(f"argument {i}", a, b) for i, (a, b) in enumerate(zip(positional.children, new_positional.children))]
+    both = zip(positional.children, new_positional.children, strict=True)
+    pairs = [(f"argument {i}", a, b) for i, (a, b) in enumerate(both)]
     pairs += [
-        (f"keyword {key!r}", a, b) for key, a, b in zip(keyword.context, keyword.children, new_keyword.children)
+        (f"keyword {key!r}", a, b)
+        for key, a, b in zip(keyword.context, keyword.children, new_keyword.children, strict=True)
     ]
     for name, a, b in pairs:
         if a != b:

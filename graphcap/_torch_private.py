@@ -113,6 +113,12 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def inside_ddp() -> bool:
+    """Whether a DistributedDataParallel is calling the module that it wraps."""
+    active = cast(Callable[[], object], torch.nn.parallel.DistributedDataParallel._get_active_ddp_module)
+    return active() is not None
+
+
 def python_nodes(roots: Sequence[torch.Tensor]) -> list[Any]:
     """The autograd nodes reachable from `roots` that run a user's Python (torch.autograd.Function)."""
     found: list[Any] = []
@@ -230,3 +236,21 @@ def end_allocate_to_pool(device: torch.device, pool: tuple[int, int]) -> None:
     """Stop routing this device's allocations into a graph's pool (left on when a capture is invalidated)."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     torch._C._cuda_endAllocateToPool(index, pool)
+
+
+def current_raw_stream(device_index: int) -> int:
+    """The driver's handle of the current stream, without the object around it (2 us less at every replay)."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index))
+
+
+# --- distributed ------------------------------------------------------------------------------------------------------
+
+
+def is_process_group(value: object) -> bool:
+    """Whether an argument of a c10d operator is a boxed process group."""
+    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in cast(Any, value)._type().name()
+
+
+def process_group(value: object) -> torch.distributed.ProcessGroup:
+    """The process group inside a boxed one; the same object at every call."""
+    return cast(torch.distributed.ProcessGroup, cast(Any, torch.distributed.ProcessGroup).unbox(value))

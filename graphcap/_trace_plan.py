@@ -14,6 +14,7 @@ from torch import nn
 
 from graphcap import _guards
 from graphcap._breaks import Breaks, find
+from graphcap._parts import differentiate, sample_copies
 from graphcap._plan import CapturePlan, UnitPlan, cut
 from graphcap._tensors import flatten, same_constant, tensors_of, unflatten
 from graphcap._trace_analysis import Analysis
@@ -21,7 +22,6 @@ from graphcap._trace_auto import discover
 from graphcap._trace_follow import different, program_of
 from graphcap._trace_owners import NeedsClone, constants_of
 from graphcap._trace_records import Ref, Script
-from graphcap._warmup import differentiate, sample_copies
 from graphcap.backends.refusal_modes import line_text
 from graphcap.errors import CutError, GraphcapError, WarmupError
 from graphcap.partial_layer import PartialLayer, run_plain

@@ -6,29 +6,33 @@ it. So lazy state settles, and shapes, structures and the flow of gradients are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from graphcap import _guards
-from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys
-from graphcap._tensors import (
-    Structure,
-    TensorSpec,
-    check_leaf,
-    flatten,
-    same_constant,
-    static_copy,
-    tensors_of,
-    unflatten,
+from graphcap._parts import (
+    OutIndex,
+    Running,
+    close_part,
+    differentiate,
+    entry_values,
+    in_place_words,
+    loss_of,
+    open_part,
+    proxy_of,
+    run_calls,
+    sample_copies,
 )
+from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys
+from graphcap._tensors import Structure, TensorSpec, flatten, same_constant, static_copy, tensors_of
 from graphcap.backends.base import Backend
-from graphcap.errors import CutError, GraphcapError, WarmupError
-from graphcap.partial_layer import GRAPHED, NOTHING, Opened, run_call
+from graphcap.errors import CutError, GraphcapError, SampleError, WarmupError
+from graphcap.partial_layer import GRAPHED, Opened
 
 Pattern = tuple[bool, ...]  # per differentiable output of a part: does a gradient arrive
 
@@ -49,8 +53,8 @@ class PartFacts:
     in `reads`. made: TensorSpecs (each tensor object once) that go out; make_leaves: for every leaf of `makes`, its place
     in `made`, or the constant. patterns: which outputs get gradients, one entry per way in which the caller may start a
     backward, the usual one first. grad_strides: those with which the gradient of each differentiable output arrives,
-    since kernels, and so bits, depend on them. gets_grad: which inputs and then parameters receive one. parameters: indices into
-    Parameters of those that get a gradient here. reach[i]: which results (inputs, then parameters) output i leads to.
+    since kernels, and so bits, depend on them. grad_inputs, parameters: which of `reads`, and which parameters (indices
+    into Parameters), get a gradient here. reach[i]: which results (inputs, then parameters) output i leads to.
     repeated, cast: parameters that are used more than once here, that are converted to another dtype here. returned[i]:
     the place in `reads` of the tensor that an eager part hands on as it came, where output i is one.
     values: copies of what an eager part made, so that recording runs on real values.
@@ -85,13 +89,6 @@ class PartFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class OutIndex:
-    """A leaf of a part's outputs that is tensor number `place`."""
-
-    place: int
-
-
-@dataclass(frozen=True, slots=True)
 class UnitFacts:
     """What was seen of one unit with one signature of arguments."""
 
@@ -110,24 +107,6 @@ class WarmupFacts:
     plan: CapturePlan
     parameters: _guards.Parameters
     units: tuple[tuple[UnitFacts, ...], ...]  # [unit][graph set]
-
-
-@dataclass(slots=True)
-class Running:
-    """One part while it runs: its proxies and what it made."""
-
-    part: PartPlan
-    values: list[Any] = field(default_factory=list)
-    leaves: list[Any] = field(default_factory=list)
-    structure: Structure | None = None
-    inputs: list[torch.Tensor] = field(default_factory=list)  # as they came, each object once
-    proxies: list[torch.Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    read_index: list[int] = field(default_factory=list)
-    made: list[torch.Tensor] = field(default_factory=list)
-    make_leaves: list[Any] = field(default_factory=list)
-    make_structure: Structure | None = None
-    returned: list[int | None] = field(default_factory=list)
 
 
 def run(plan: CapturePlan, backend: Backend, parameters: _guards.Parameters) -> WarmupFacts:
@@ -363,8 +342,9 @@ class _Shape:
             Leaf(TensorSpec.of(t), run_pass.sources.get(id(t)))
             for t in running.inputs
         )
-        values = tuple(t.detach().clone() for t in running.made) if keep_values and running.part.kind is not GRAPHED else ()
-        assert running.structure is not None and running.make_structure is not None
+        values = _kept_values(running) if keep_values and running.part.kind is not GRAPHED else ()
+        assert running.structure is not None
+        assert running.make_structure is not None
         return PartFacts(
             running.part,
             running.structure,
@@ -395,151 +375,19 @@ def _reached(output: torch.Tensor, results: Sequence[torch.Tensor]) -> frozenset
     return frozenset(i for i, result in enumerate(results) if any(leaf is result for leaf in leaves))
 
 
+def _kept_values(running: Running) -> tuple[torch.Tensor, ...]:
+    try:
+        return tuple(static_copy(tensor) for tensor in running.made)
+    except SampleError as error:
+        raise CutError(
+            f"eager part {running.part.name} makes a tensor with elements that share memory (unfold, as_strided), which has "
+            "no static copy: return .contiguous()"
+        ) from error
+
+
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides for memory in which every element of a tensor of this layout has a place of its own."""
     return torch.empty_like(tensor, device="meta").stride()
-
-
-# ------------------------------------------------------------------------------------ shared with recording and replay
-
-
-def sample_copies(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The sample arguments on memory of their own, as leaves."""
-    leaves, structure = flatten((sample.args, sample.kwargs))
-    copies = [
-        static_copy(leaf).requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves
-    ]
-    args, kwargs = unflatten(structure, copies)
-    return args, kwargs
-
-
-def entry_values(unit: UnitPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {NOTHING: None, **unit.program.bind(args, kwargs)}
-
-
-def distinct_tensors(values: Sequence[Any]) -> list[torch.Tensor]:
-    """Each tensor object once, in the order of PartFacts.reads."""
-    return list({id(tensor): tensor for tensor in tensors_of(flatten(values)[0])}.values())
-
-
-def proxy_of(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """A leaf on the same memory."""
-    return tensor.detach().requires_grad_(requires_grad)
-
-
-def open_part(
-    part: PartPlan, env: dict[str, Any], proxy: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[Running, dict[str, Any]]:
-    """Before the calls of a part: proxies of the values it reads, by name. `close_part` comes after them."""
-    running = Running(part)
-    values = [env[name] for name in part.reads]
-    running.leaves, running.structure = flatten(values)
-    places: dict[int, int] = {}
-    given: list[Any] = []
-    for leaf in running.leaves:
-        if isinstance(leaf, torch.Tensor):
-            if id(leaf) not in places:
-                places[id(leaf)] = len(running.inputs)
-                running.inputs.append(leaf)
-                running.proxies.append(proxy(leaf))
-            running.read_index.append(places[id(leaf)])
-            given.append(running.proxies[places[id(leaf)]])
-        else:
-            given.append(leaf)
-    running.versions = [p._version for p in running.proxies]
-    return running, {NOTHING: None, **dict(zip(part.reads, unflatten(running.structure, given), strict=True))}
-
-
-@contextmanager
-def in_place_words(part: PartPlan) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if "leaf Variable that requires grad is being used in an in-place operation" in str(error):
-            raise CutError(f"part {part.name} changes what it reads in place: {_IN_PLACE}") from error
-        raise
-
-
-def run_calls(part: PartPlan, scope: dict[str, Any]) -> None:
-    for call in part.calls:
-        run_call(call, scope)
-
-
-def close_part(running: Running, scope: dict[str, Any], env: dict[str, Any]) -> None:
-    """After the calls of a part: note what it made, and put it into `env`."""
-    part = running.part
-    _refuse_in_place(running, running.versions)
-    makes = [scope[name] for name in part.makes]
-    leaves, running.make_structure = flatten(makes)
-    if part.kind is not GRAPHED:  # what an eager part hands on as it came is one tensor under two names, now as at replay
-        numbers = {id(proxy): number for number, proxy in enumerate(running.proxies)}
-        passed = [numbers.get(id(leaf)) for leaf in leaves]
-        leaves = [leaf if n is None else running.inputs[n] for leaf, n in zip(leaves, passed, strict=True)]
-        makes = unflatten(running.make_structure, leaves)
-    places = {id(tensor): number for number, tensor in enumerate(running.inputs)}
-    made: dict[int, int] = {}
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            if id(leaf) not in made:
-                made[id(leaf)] = len(running.made)
-                running.made.append(leaf)
-                running.returned.append(places.get(id(leaf)))
-            running.make_leaves.append(OutIndex(made[id(leaf)]))
-        else:
-            check_leaf(leaf, f"output {number} of part {part.name}")
-            running.make_leaves.append(leaf)
-    env.update(zip(part.makes, makes, strict=True))
-
-
-_IN_PLACE = (
-    "the value lies in memory that graphs read again, for the backward too. Work on a clone, or out of place, and make "
-    "the new value an output"
-)
-
-
-def _refuse_in_place(running: Running, versions: Sequence[int]) -> None:
-    """A graphed part would change the static copy, not the caller's tensor; an eager part what a backward graph reads
-    (integers have no backward: those an eager part may change)."""
-    for number, (proxy, version) in enumerate(zip(running.proxies, versions, strict=True)):
-        if proxy._version != version and (running.part.kind is GRAPHED or proxy.requires_grad):
-            shape = list(proxy.shape)
-            raise CutError(f"part {running.part.name} changes its input number {number} (shape {shape}) in place: {_IN_PLACE}")
-
-
-def differentiate(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    reentrant: bool,
-    retain_graph: bool = True,
-) -> tuple[list[torch.Tensor | None], bool]:
-    """Gradients of leaf inputs. A reentrant checkpoint inside refuses autograd.grad: then `.backward()` on the leaves
-    (aliases, whose `.grad` nobody sees) does the same. Returns also whether that way was needed."""
-    if not inputs:
-        return [], reentrant
-    if not reentrant:
-        try:
-            found = torch.autograd.grad(
-                outputs, inputs, gradients, retain_graph=retain_graph, allow_unused=True
-            )
-            return list(found), False
-        except RuntimeError as error:
-            if "checkpoint" not in str(error).lower():
-                raise
-    for leaf in inputs:
-        leaf.grad = None
-    torch.autograd.backward(outputs, gradients, retain_graph=retain_graph)
-    results = [leaf.grad for leaf in inputs]
-    for leaf in inputs:
-        leaf.grad = None
-    return results, True
-
-
-def loss_of(value: Any) -> torch.Tensor | None:
-    """The `loss` of an output that has one (attribute or key), if it is differentiable."""
-    loss = value.get("loss") if isinstance(value, dict) else getattr(value, "loss", None)
-    return loss if isinstance(loss, torch.Tensor) and loss.requires_grad else None
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -553,8 +401,8 @@ def _refuse_change(before: Sequence[PartFacts], after: Sequence[PartFacts]) -> N
         for a, b in zip(old.made, new.made, strict=True):
             if a != b:
                 raise CutError(
-                    f"part {old.part.name}: an output was {a} in one run and {b} in the next{_rest(a, b)}. What crosses a break must "
-                    "have a static shape: let the eager part contain whatever reads the dynamic tensor"
+                    f"part {old.part.name}: an output was {a} in one run and {b} in the next{_rest(a, b)}. What crosses a "
+                    "break must have a static shape: let the eager part contain whatever reads the dynamic tensor"
                 )
         if old.returned != new.returned or old.read_index != new.read_index:
             raise CutError(
@@ -579,8 +427,8 @@ def _refuse_sparse(results: Sequence[torch.Tensor | None], part: PartPlan) -> No
     for gradient in results:
         if gradient is not None and gradient.layout is not torch.strided:
             raise CutError(
-                f"part {part.name} makes a gradient of shape {list(gradient.shape)} with the layout {gradient.layout} (sparse "
-                "embedding?): its size depends on the data. Use sparse=False, or let the part be EAGER"
+                f"part {part.name} makes a gradient of shape {list(gradient.shape)} with the layout {gradient.layout} "
+                "(sparse embedding?): its size depends on the data. Use sparse=False, or let the part be EAGER"
             )
 
 

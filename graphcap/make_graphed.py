@@ -13,10 +13,12 @@ from torch import nn
 from graphcap import _capture, _guards, _plan, _trace_plan, _warmup
 from graphcap._graphed import Ambient, Graphed, Runner
 from graphcap._plan import CapturePlan, Layers
+from graphcap._ranks import Ranks
 from graphcap._tensors import flatten
 from graphcap.backends import choose
+from graphcap.backends.scopes import is_capturing
 from graphcap.config import CaptureConfig
-from graphcap.errors import OrderError, PlanError, SampleError, StateError, WarmupError
+from graphcap.errors import CaptureError, OrderError, PlanError, SampleError, StateError, WarmupError
 from graphcap.order import Order
 
 Args = tuple[Any, ...]
@@ -80,12 +82,15 @@ def _run_stages(
         _guards.leaf_aliases(modules) as parameters,
         _guards.kept_autocast(),
     ):
-        if _asks_for_breaks(break_at):
-            plan = _trace_plan.cut_at(plan, break_at, backend.device)
-        facts = _warmup.run(plan, backend, parameters)
-        if not allow_unused:
-            _refuse_unused(facts)
-        captured = _capture.record(facts, backend, pool, kept)
+        ranks = Ranks(backend.device)
+        with ranks.stage("warm-up", watch=True):
+            if _asks_for_breaks(break_at):
+                plan = _trace_plan.cut_at(plan, break_at, backend.device)
+            facts = _warmup.run(plan, backend, parameters)
+            if not allow_unused:
+                _refuse_unused(facts)
+        with ranks.stage("recording"):
+            captured = _capture.record(facts, backend, pool, kept)
         lazy = _guards.changed_attributes(attributes, _guards.plain_attributes(modules))
     return Runner(captured, backend, ambient, lazy)
 
@@ -95,6 +100,8 @@ def _asks_for_breaks(break_at: Any) -> bool:
 
 
 def _refuse(plan: CapturePlan, modules: Sequence[nn.Module], drop_in: bool) -> None:
+    if is_capturing():
+        raise CaptureError("a capture inside a capture: capture before, or after, what is being captured")
     _guards.refuse_surroundings()
     _guards.refuse_modules(modules)
     for unit in plan.units:

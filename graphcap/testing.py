@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphcap._graphed import Graphed
+from graphcap._parts import loss_of
 from graphcap._steps import Steps, run_plain
 from graphcap._tensors import flatten, paths, unflatten
-from graphcap._warmup import loss_of
 from graphcap.errors import PlanError
 from graphcap.make_graphed import as_chunks, capture
 from graphcap.order import Order, Phase, Step
@@ -113,8 +112,9 @@ def compare(
     capture_options: passed to `graphcap.capture` (order, backend, config).
     Compared bit for bit: outputs, input gradients, parameter gradients (None is None), buffers, weights. Refused as
     proof: NaN or infinity anywhere, a trainable parameter whose gradients were always zero, weights that never moved. A
-    parameter that eager leaves without a gradient (None) in every step is named, not refused. An output with a `loss` is differentiated from there; else every differentiable output gets a cotangent from a
-    generator seeded with the step.
+    parameter that eager leaves without a gradient (None) in every step is named, not refused. An output with a `loss` is
+    differentiated from there; else every differentiable output gets a cotangent, with the output's strides, from a
+    generator seeded with the step. Capture and every step must also leave the same random state on both sides.
     """
     if steps < 1:
         raise PlanError(f"compare(steps={steps}): expected at least 1")
@@ -259,7 +259,7 @@ class _Twins:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 generator = torch.Generator().manual_seed(step * 7919 + place.microbatch * 131 + number)
                 drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float32)
-                made.append(drawn.to(device=leaf.device, dtype=leaf.dtype))
+                made.append(torch.empty_like(leaf).copy_(drawn))  # with the strides of the output, as autograd gives it
         return tuple(made)
 
     def _note_progress(self, before: dict[str, torch.Tensor]) -> None:

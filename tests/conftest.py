@@ -39,3 +39,39 @@ def _seeds() -> None:
     """Each test starts from the same random state, whatever ran before it."""
     random.seed(SEED)
     torch.manual_seed(SEED)
+
+
+# --- the time of `make test` (design: testing.md): each folder has a share, and `--shares` fails above it ---------------
+
+# Minutes of two workers, so that the sum of a folder's tests may be twice that.
+SHARES = {"unit": 1.0, "backends": 1.0, "flow": 2.0, "cut": 2.0, "hybrid": 1.5, "drop_in": 1.5, "distributed": 1.5}
+WORKERS = 2
+_spent: dict[str, float] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shares", action="store_true", help="fail when a folder's tests take longer than their share")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    folder = report.nodeid.split("/")[1] if report.nodeid.count("/") > 1 else "flow"  # tests/test_footguns.py
+    _spent[folder] = _spent.get(folder, 0.0) + report.duration
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if not config.getoption("--shares"):
+        return
+    terminalreporter.section("time by folder, in seconds of one worker")
+    for folder, seconds in sorted(_spent.items()):
+        allowed = SHARES.get(folder, 1.0) * 60 * WORKERS
+        late = "  TOO LONG" if seconds > allowed else ""
+        terminalreporter.write_line(f"{folder:12} {seconds:7.1f} of {allowed:.0f}{late}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not session.config.getoption("--shares") or hasattr(session.config, "workerinput"):
+        return
+    late = [f for f, seconds in _spent.items() if seconds > SHARES.get(f, 1.0) * 60 * WORKERS]
+    if late and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -392,6 +392,24 @@ def test_inputs_that_require_grad() -> None:
     capture(Mlp(), (rows(requires_grad=True),))(rows(requires_grad=True))  # the way out: samples as calls will be
 
 
+def test_ddp_around_accumulate() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(capture(Mlp(), grads="accumulate"))
+        with pytest.raises(StateError, match="nothing would be reduced"):
+            wrapped(rows())
+        module = Mlp()
+        twin = twin_of(module)
+        wrapped = nn.parallel.DistributedDataParallel(capture(module))  # the way out
+        for _ in range(2):
+            x = rows()
+            wrapped(x).square().sum().backward()
+            twin(x).square().sum().backward()
+            same_gradients(module, twin)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_attributes_that_hold_tensors() -> None:
     class Recomputed(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -270,7 +270,7 @@ class CudaBackend(Backend):
         torch.cuda.set_rng_state(states[1], self.device)
 
     def stream_key(self) -> object:
-        return (self.device.index, torch.cuda.current_stream(self.device).cuda_stream)
+        return (self.device.index, private.current_raw_stream(self.device.index))
 
     def wait_stream(self, key: object) -> None:
         assert isinstance(key, tuple)

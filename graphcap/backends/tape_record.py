@@ -87,6 +87,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if only_shapes(args, kwargs):
+            return func(*args, **kwargs)
         self._admit(func, args, kwargs)
         self.gate.operator(func, args, kwargs)
         self._refuse_host_operand(func, args, kwargs)
@@ -190,6 +192,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result: Any,
     ) -> None:
         results = pytree.tree_leaves(result)
+        if only_shapes(results):
+            return
         made = [self._result_memory(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in results]
         tainted = any(memory.holds_poison for memory in sources)
         host = bool(sources) and all(memory.host for memory in sources)
@@ -257,6 +261,12 @@ def written_arguments(
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from tensors_in(value)
+
+
+def only_shapes(*trees: Any) -> bool:
+    """Whether all tensors in there are on the meta device: they have no memory, so there is nothing to record."""
+    tensors = list(tensors_in(*trees))
+    return bool(tensors) and all(tensor.is_meta and not private.overrides_dispatch(tensor) for tensor in tensors)
 
 
 def needs_replay(func: torch._ops.OpOverload) -> bool:

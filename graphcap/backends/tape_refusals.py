@@ -90,6 +90,10 @@ def _guesses_classes(args: tuple[Any, ...], kwargs: Mapping[str, Any], view: Dev
     return int(argument(args, kwargs, 1, "num_classes", -1)) <= 0
 
 
+def _differentiates(args: tuple[Any, ...], kwargs: Mapping[str, Any], view: DeviceView) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(args, kwargs))
+
+
 def _to_host(args: tuple[Any, ...], kwargs: Mapping[str, Any], view: DeviceView) -> bool:
     # A torch.device is not enough on the tape: `.to(x.device)` is innocent and says torch.device("cpu") there.
     named = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str | torch.device)]
@@ -178,6 +182,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "deepcopy reads the storage behind the operators, so the copy would never be replayed",
         "use .clone(), or copy before the capture",
         calls=("__deepcopy__",),
+    ),
+    Refusal(
+        "prod with a gradient",
+        "its backward counts the zeros on the host, and under a recorder torch takes another formula, with other last "
+        "bits than eager",
+        f"write it as exp(sum(log(x))) or as a chain of products, or {_AS_BREAK}",
+        calls=("prod", "cumprod", "cumprod_"),
+        test=_differentiates,
     ),
     Refusal(
         "comparison on the host",

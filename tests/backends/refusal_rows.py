@@ -47,7 +47,11 @@ def _read(name: str, run: Callable[[Inputs], object], row: str = "scalar read") 
 
 
 LINES: tuple[Line, ...] = (
+    Line("prod(0), with a gradient", lambda t: t.x.clone().requires_grad_(True).prod(0), "prod with a gradient"),
+    Line("torch.prod, with a gradient", lambda t: torch.prod(t.x.clone().requires_grad_(True)), "prod with a gradient"),
+    Line("cumprod, with a gradient", lambda t: t.x.clone().requires_grad_(True).cumprod(0), "prod with a gradient"),
     # --- captured ---
+    Line("prod without a gradient", lambda t: t.x.prod(0)),
     Line("x[long]", lambda t: t.x[t.i]),
     Line("x[long] = tensor", lambda t: operator.setitem(t.x, t.i[:1], t.v)),
     Line("x[bool] = scalar", lambda t: operator.setitem(t.x, t.mask, 0.5)),

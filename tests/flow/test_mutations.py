@@ -19,7 +19,7 @@ from graphcap import EAGER, GRAPHED, InFlightError, InputMismatch, Order, Replay
 from graphcap.backends.tape import TapeBackend
 from graphcap.order import SlotMap
 from graphcap.partial_layer import Part
-from tests.flow.test_partial_layers import Detours, Layer, ManyUses
+from tests.flow.partial_models import Detours, DirectLayouts, Layer, ManyUses
 from tests.flow.twins import WIDTH, assert_equal, batches, drawn, judged, linear
 
 Monkeypatch = pytest.MonkeyPatch
@@ -178,7 +178,7 @@ def test_two_lives_on_one_slot(monkeypatch: Monkeypatch) -> None:
     monkeypatch.setattr(_plan, "assign_slots", one_slot)
     with pytest.raises(InFlightError):
         judged(two_alike, order=FFBB)
-    monkeypatch.setattr(_replay.Slot, "require_free", lambda self, who: None)
+    monkeypatch.setattr(_replay.Slot, "require_free", lambda self, title, microbatch: None)
     with pytest.raises(ReplayError, match="later forward"):
         judged(two_alike, order=FFBB)
     monkeypatch.setattr(_replay.BoundPart, "_require_valid", lambda self, flight, phase: None)
@@ -370,3 +370,10 @@ def test_compare_names_the_first_difference(monkeypatch: Monkeypatch, damage: st
     assert_equal(build, order=FFBB)
     monkeypatch.setattr(graphcap.testing._Twins, "_one_step", damaged)
     found(build, order=FFBB, says=says)
+
+
+def test_gradients_that_arrive_with_other_strides(monkeypatch: Monkeypatch) -> None:
+    """Kernels sum a transposed gradient in another order, so the static one has the strides that eager's has."""
+    assert_equal(DirectLayouts, batches(301, 32))
+    monkeypatch.setattr(graphcap._warmup, "dense_strides", lambda t: torch.empty(t.shape, device="meta").stride())
+    found(DirectLayouts, batches(301, 32), says="gradient of one.bias")

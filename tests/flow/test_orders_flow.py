@@ -181,7 +181,9 @@ def test_soak_with_allocations_between_steps() -> None:
         return (drawn(index),), {}
 
     order = Order.interleaved(0, 2, 2, 4)
-    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.5)  # noqa: E731
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.5)
+
     assert_equal(two_chunks, inputs, order=order, steps=200, optimizer=optimizer)
 
 

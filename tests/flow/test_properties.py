@@ -52,6 +52,10 @@ OPERATIONS: dict[str, Run] = {
     "dropout": lambda layer, v, n: nn.functional.dropout(v[0], 0.2),
     "detach": lambda layer, v, n: v[0] + v[-1].detach().square(),
     "in_place": in_place_on_fresh,
+    "expand": lambda layer, v, n: torch.tanh(v[0]).mean(dim=n % 2, keepdim=True).expand(ROWS, WIDTH),
+    "overlap": lambda layer, v, n: torch.sin(v[0].reshape(-1).unfold(0, WIDTH, WIDTH - 1)[:ROWS]),
+    "windows": lambda layer, v, n: v[0].reshape(-1).as_strided((ROWS, WIDTH), (WIDTH - 1, 1)),
+    "transposed": lambda layer, v, n: (v[0].t() + v[-1].t()).contiguous().t(),
     "sort": lambda layer, v, n: v[0].gather(1, v[-1].detach().argsort(dim=1)),
     "thrice": lambda layer, v, n: v[0] * torch.sin(v[0]) + torch.cos(v[0]) * v[-1],
 }
@@ -100,8 +104,8 @@ class Drawn(PartialLayer):
 def programs(draw: st.DrawFn, longest: int) -> tuple[tuple[Op, ...], tuple[int, ...]]:
     """Operations that read earlier values, and the values that go out: the last one always, up to two others."""
     count = draw(st.integers(2, longest))
-    ops = []
-    for place in range(count):
+    ops = [Op("linear", (0,), 0, False)]  # so that something is trained
+    for place in range(1, count):
         eager = draw(st.integers(0, 3)) == 0
         name = draw(st.sampled_from([*OPERATIONS, *EAGER_ONLY] if eager else [*OPERATIONS]))
         near = st.integers(max(0, place - 3), place)
@@ -112,22 +116,21 @@ def programs(draw: st.DrawFn, longest: int) -> tuple[tuple[Op, ...], tuple[int, 
 
 
 def check(program: tuple[tuple[Op, ...], tuple[int, ...]], needs_grad: bool, **options: Any) -> None:
-    """Equal, or refused with the one reason that such programs can have."""
+    """Equal, or refused with one of the two reasons that such programs can have."""
     def build() -> nn.Module:
         return Drawn(*program)
 
     def inputs(index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (drawn(index, ROWS, WIDTH, grad=needs_grad),), {}
 
-    with torch.no_grad():
-        build()(drawn(0, ROWS, WIDTH))
     outputs = build()(drawn(0, ROWS, WIDTH, grad=needs_grad))
     leads_to_weights = any(t.requires_grad for t in (outputs if isinstance(outputs, tuple) else (outputs,)))
     try:
         verdict = judged(build, inputs, steps=3, expect_no_grads=True, grad_mode=leads_to_weights, **options)
     except CutError as error:
-        assert "is used more than once in part" in str(error)
-        return
+        if "is used more than once in part" in str(error) or "elements that share memory" in str(error):
+            return
+        raise
     assert verdict, f"{verdict}\n{program}"
 
 

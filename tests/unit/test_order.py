@@ -221,7 +221,7 @@ def test_bad_parameters(make: Callable[[], Order], words: str) -> None:
 
 def test_signed_form_is_ints_but_for_half_steps() -> None:
     signed = Order.parse("0F0 0F1 0I0 0W0 0B1").to_signed()
-    assert signed == (1, 1, -1, -1.5, -1)
+    assert signed == [1, 1, -1, -1.5, -1]
     assert [type(value) for value in signed] == [int, int, int, float, int]
     assert str(Order.from_signed([1, 1, -1.0, -1.5, -1])) == "0F0 0F1 0I0 0W0 0B1"
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -177,6 +180,23 @@ def test_after_backward() -> None:
     assert seen == ["later node", "end"]
 
 
+def test_inside_ddp() -> None:
+    seen: list[bool] = []
+
+    class Asks(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(private.inside_ddp())
+            return super().forward(x)
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        torch.nn.parallel.DistributedDataParallel(Asks(2, 2))(torch.ones(1, 2))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert seen == [True]
+    assert not private.inside_ddp()
+
+
 @pytest.mark.gpu
 def test_end_allocate_to_pool() -> None:
     """Ends what a begin opened; on what is not open it raises RuntimeError, which the recovery counts on."""
@@ -186,3 +206,34 @@ def test_end_allocate_to_pool() -> None:
     private.end_allocate_to_pool(device, pool.id)
     with pytest.raises(RuntimeError):
         private.end_allocate_to_pool(device, pool.id)
+
+
+@pytest.mark.gpu
+def test_current_raw_stream() -> None:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        assert private.current_raw_stream(0) == side.cuda_stream
+    assert private.current_raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
+
+
+def test_process_group_of_a_collective(tmp_path: Path) -> None:
+    """Found in what a collective dispatches, the same object each time."""
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[object] = []
+
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.extend(private.process_group(value) for value in args if private.is_process_group(value))
+            return func(*args, **(kwargs or {}))
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
+    try:
+        with See():
+            dist.all_reduce(torch.ones(2))
+            dist.broadcast(torch.ones(2), 0)
+        assert len(seen) == 2
+        assert seen[0] is seen[1] is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
