@@ -20,7 +20,7 @@ from graphcap._breaks import Breaks, Target, intercepted
 from graphcap._tensors import check_leaf, compact, empty_static, flatten, tensor_problem, tensors_of, unflatten
 from graphcap._trace import Mode
 from graphcap._trace_owners import Owners, has_storage
-from graphcap._trace_records import OUTSIDE, BreakRecord, Place, Ref, Script, Value, spec, taken_apart
+from graphcap._trace_records import OUTSIDE, BreakRecord, Place, Ref, Script, Value, spec, strided_clone, taken_apart
 from graphcap.backends.refusal_modes import line_text, user_place
 from graphcap.errors import CutError, SampleError
 
@@ -169,10 +169,7 @@ class Analysis(Owners):
             if not (tensor.requires_grad and self.grad):
                 return made
             with torch.enable_grad():
-                leaf = made.detach().requires_grad_(True)
-                core = torch.empty_like(compact(made))
-                core.copy_(compact(leaf))
-                return core.expand(made.shape) if core.shape != made.shape else core
+                return strided_clone(made.detach().requires_grad_(True))
         except SampleError as error:
             raise CutError(f"a tensor that crosses a break can't be copied: {error}\n  at {line_text(user_place())}") from error
         finally:

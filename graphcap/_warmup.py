@@ -363,7 +363,7 @@ class _Shape:
             Leaf(TensorSpec.of(t), run_pass.sources.get(id(t)))
             for t in running.inputs
         )
-        values = tuple(t.detach().clone() for t in running.made) if keep_values and running.part.kind is not GRAPHED else ()
+        values = tuple(static_copy(t) for t in running.made) if keep_values and running.part.kind is not GRAPHED else ()
         assert running.structure is not None and running.make_structure is not None
         return PartFacts(
             running.part,

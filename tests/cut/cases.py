@@ -305,6 +305,33 @@ class _NoGradInPlace(Base):
         return self.b(h + y) + h
 
 
+@equal("an expanded tensor without gradient, changed in place through a view behind the break")
+class _ExpandedInPlace(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            e = (self.a(x) * 1)[:1].expand(4, WIDTH)
+        y = self.brk(self.b(x))
+        e[:1][..., ::2].add_(0.5)
+        return self.c(y) * e
+
+
+class _Expands(Break):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x.detach()[:1].cos().expand(4, WIDTH)
+
+
+@equal("an expanded result of a break, changed in place")
+class _ExpandedResult(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _Expands()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, e = self.brk(self.a(x))
+        e[:1].mul_(0.5)
+        return self.b(y) * e + self.c(self.brk2(y * e))
+
+
 @equal("a view taken before a break, used after, nothing changed")
 class _ViewUnchanged(Base):
     def forward(self, x: Tensor) -> Tensor:
