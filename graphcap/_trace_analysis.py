@@ -80,7 +80,7 @@ class Analysis(Owners):
     def _leaf(self, tensor: torch.Tensor, what: str) -> Any:
         value = self.value_of(tensor)
         if value is not None:
-            self.refuse_dead(value.root, value.place, what)
+            self.refuse_changed(value, what)
             return Ref(value.name)
         state = self.state_ref(tensor)
         if state is not None:
@@ -128,11 +128,13 @@ class Analysis(Owners):
                 self.own(tensor, made)
             owner = self.owners.get(key)
             value.root = key if owner is None else owner.root
+        self.clock += 1
+        value.born = self.clock
         self._values.append(value)
         return value
 
     def cross(self, value: Value) -> torch.Tensor:
-        self.refuse_dead(value.root, value.place, f"a value made at {line_text(value.place)}")
+        self.refuse_changed(value, "a tensor from before a break")
         self._reads.setdefault(self.stretch, {})[value.name] = None
         source = value.now()
         if (value.name, self.stretch) in self.cloned and source.requires_grad and source._is_view():

@@ -23,13 +23,15 @@ OUTSIDE = -1  # the "stretch" of callable inputs and of what breaks make
 @dataclass(slots=True)
 class Value:
     """made: the stretch that made it (OUTSIDE for inputs and results of breaks). homes: what stands for it in later
-    stretches. place: the user's line that made it. root: the storage that it was made on (analysis alone)."""
+    stretches. place: the user's line that made it. root, born: the storage that it was made on,
+    and when (analysis alone)."""
 
     name: str
     made: int
     origin: weakref.ref[torch.Tensor]
     place: Place
     root: int = 0
+    born: int = 0
     homes: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def now(self) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH = 8
 Module = Callable[[], nn.Module]
+HOLDER: dict[str, Any] = {}
 
 
 def drawn(seed: int, *shape: int, grad: bool = True) -> Tensor:
@@ -745,6 +746,70 @@ class _StaleBase(Base):
         return self.b(y) + h
 
 
+class _BufferView(Break):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(2, WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.state[0]
+
+
+@refused("a view of a buffer from a break, and the buffer changed after", "shares memory")
+class _StaleBuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _BufferView()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, v = self.brk(self.a(x))
+        self.brk.state.add_(1)
+        return self.b(y) + v
+
+
+class _Cache(Break):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        if HOLDER.get("cache") is None:
+            HOLDER["cache"] = y.detach().clone()
+        HOLDER["cache"].add_(1)
+        return y, HOLDER["cache"].view(-1)
+
+
+@refused("a break that changes what it returned before", "shares memory")
+class _StaleCache(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _Cache()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            y, v = self.brk(self.a(x))
+            z, _ = self.brk(self.b(y))
+            return self.c(z) + v.view(4, WIDTH)
+        finally:
+            HOLDER.clear()
+
+
+class _KeepsResult(Break):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x).detach() + HOLDER.get("last", 0)
+        HOLDER["last"] = y
+        return y
+
+
+@refused("a stretch that changes what a break keeps", "shares memory|kept by")
+class _KeptResult(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _KeepsResult()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.brk(self.a(x))
+        y.mul_(2)
+        return self.b(self.brk(self.c(y)))
+
+
 @refused("a stale view that only the output shows", "shares memory")
 class _StaleOutput(Base):
     def forward(self, x: Tensor) -> Any:
@@ -903,9 +968,6 @@ class _Escape(Base):
         h = self.a(x)
         ESCAPED.append(h)
         return self.b(self.brk(h))
-
-
-HOLDER: dict[str, Tensor] = {}
 
 
 class _SideChannel(Break):
