@@ -20,7 +20,7 @@ from graphcap._breaks import Breaks, Target, intercepted
 from graphcap._tensors import check_leaf, compact, empty_static, flatten, tensor_problem, tensors_of, unflatten
 from graphcap._trace import Mode
 from graphcap._trace_owners import Owners, has_storage
-from graphcap._trace_records import OUTSIDE, BreakRecord, Place, Ref, Script, Value, spec, taken_apart
+from graphcap._trace_records import OUTSIDE, BreakRecord, Place, Ref, Script, Value, spec, strided_clone, taken_apart
 from graphcap.backends.refusal_modes import line_text, user_place
 from graphcap.errors import CutError, SampleError
 
@@ -80,7 +80,7 @@ class Analysis(Owners):
     def _leaf(self, tensor: torch.Tensor, what: str) -> Any:
         value = self.value_of(tensor)
         if value is not None:
-            self.refuse_dead(value.root, value.place, what)
+            self.refuse_changed(value, what)
             return Ref(value.name)
         state = self.state_ref(tensor)
         if state is not None:
@@ -128,11 +128,13 @@ class Analysis(Owners):
                 self.own(tensor, made)
             owner = self.owners.get(key)
             value.root = key if owner is None else owner.root
+        self.clock += 1
+        value.born = self.clock
         self._values.append(value)
         return value
 
     def cross(self, value: Value) -> torch.Tensor:
-        self.refuse_dead(value.root, value.place, f"a value made at {line_text(value.place)}")
+        self.refuse_changed(value, "a tensor from before a break")
         self._reads.setdefault(self.stretch, {})[value.name] = None
         source = value.now()
         if (value.name, self.stretch) in self.cloned and source.requires_grad and source._is_view():
@@ -169,10 +171,7 @@ class Analysis(Owners):
             if not (tensor.requires_grad and self.grad):
                 return made
             with torch.enable_grad():
-                leaf = made.detach().requires_grad_(True)
-                core = torch.empty_like(compact(made))
-                core.copy_(compact(leaf))
-                return core.expand(made.shape) if core.shape != made.shape else core
+                return strided_clone(made.detach().requires_grad_(True))
         except SampleError as error:
             raise CutError(f"a tensor that crosses a break can't be copied: {error}\n  at {line_text(user_place())}") from error
         finally:

@@ -20,7 +20,7 @@ from graphcap._plan import PartPlan
 from graphcap._tensors import flatten, same_constant, unflatten
 from graphcap._trace import Mode, Trace
 from graphcap._trace_analysis import distinct
-from graphcap._trace_records import OUTSIDE, BreakRecord, Entry, Ref, Script, StateRef, Value, taken_apart
+from graphcap._trace_records import OUTSIDE, BreakRecord, Entry, Ref, Script, StateRef, Value, strided_clone, taken_apart
 from graphcap.backends.refusal_modes import line_text, user_place
 from graphcap.errors import CutError, InputMismatch
 from graphcap.partial_layer import EAGER, GRAPHED, Call, Opened, Program, gather, run_call, run_plain
@@ -315,7 +315,7 @@ class _Follower(Trace):
         if (value.name, self.stretch) not in self.script.cloned:
             return proxy
         with torch.set_grad_enabled(self.program.grad):
-            clone = proxy.clone()
+            clone = strided_clone(proxy)
         value.name, value.made, value.homes = f"{value.name}@{self.stretch}", self.stretch, {}
         if value.name in self._wanted:
             self._made[value.name] = clone

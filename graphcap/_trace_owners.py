@@ -104,12 +104,25 @@ class Owners(Trace):
         self.title = ""  # of the break that is running
         self.operators = _Operators(self)
         self.owners: dict[int, Owner] = {}
+        self.clock = 0
         self._dead: dict[int, Place] = {}
+        self._changed: dict[int, tuple[int, Place]] = {}  # memory of modules and of breaks: when, and where
 
     def own(self, tensor: torch.Tensor, stretch: int) -> Owner:
         key = private.storage_key(tensor)
         owner = self.owners[key] = Owner(stretch, key, private.StorageKey(tensor), inside=self.inside)
         return owner
+
+    def refuse_changed(self, value: Value, what: str) -> None:
+        """What crosses may be a copy, which does not follow later changes of what it was a view of."""
+        self.refuse_dead(value.root, value.place, what)
+        when, place = self._changed.get(value.root, (0, None))
+        if value.born < when:
+            raise CutError(
+                f"{what} shares memory with a buffer, a parameter or a break's own tensor that was changed in place since\n  made "
+                f"at {line_text(value.place)}\n  changed at {line_text(place)}\n  used again at {line_text(user_place())}\n"
+                "  Way out: read it again after the change, or clone it"
+            )
 
     def refuse_dead(self, root: int, place: Place, what: str) -> None:
         if root in self._dead:
@@ -154,6 +167,17 @@ class Owners(Trace):
             for tensor in written_arguments(func, args, kwargs):
                 if has_storage(tensor):
                     self.refuse_write(tensor)
+        for tensor in written_arguments(func, args, kwargs):
+            if has_storage(tensor):
+                self._note_change(tensor)
+
+    def _note_change(self, tensor: torch.Tensor) -> None:
+        key = private.storage_key(tensor)
+        owner = self.owners.get(key)
+        foreign = owner is None if self.inside is None else owner is None or owner.inside != self.inside
+        if foreign:
+            self.clock += 1
+            self._changed[key if owner is None else owner.root] = (self.clock, user_place())
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         key = private.storage_key(tensor)

@@ -13,7 +13,7 @@ from torch import nn
 
 from graphcap import _torch_private as private
 from graphcap._breaks import Target
-from graphcap._tensors import Structure, flatten, tensors_of
+from graphcap._tensors import Structure, compact, flatten, tensors_of
 from graphcap.backends.refusal_modes import line_text
 
 Place = tuple[str, int] | None
@@ -23,13 +23,15 @@ OUTSIDE = -1  # the "stretch" of callable inputs and of what breaks make
 @dataclass(slots=True)
 class Value:
     """made: the stretch that made it (OUTSIDE for inputs and results of breaks). homes: what stands for it in later
-    stretches. place: the user's line that made it. root: the storage that it was made on (analysis alone)."""
+    stretches. place: the user's line that made it. root, born: the storage that it was made on,
+    and when (analysis alone)."""
 
     name: str
     made: int
     origin: weakref.ref[torch.Tensor]
     place: Place
     root: int = 0
+    born: int = 0
     homes: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def now(self) -> torch.Tensor:
@@ -152,6 +154,15 @@ def constant(value: Any) -> Any:
     if isinstance(value, slice):
         return ("slice", constant(value.start), constant(value.stop), constant(value.step))
     return type(value).__name__
+
+
+def strided_clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A differentiable copy with the same strides: an element that stands in several places stays one, as it must when the
+    copy is changed in place."""
+    core = compact(tensor)
+    made = torch.empty_strided(core.shape, core.stride(), dtype=core.dtype, device=core.device)
+    made.copy_(core)
+    return made.expand(tensor.shape) if core.shape != tensor.shape else made
 
 
 def taken_apart(value: Any) -> tuple[list[Any], Structure]:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH = 8
 Module = Callable[[], nn.Module]
+HOLDER: dict[str, Any] = {}
 
 
 def drawn(seed: int, *shape: int, grad: bool = True) -> Tensor:
@@ -303,6 +304,33 @@ class _NoGradInPlace(Base):
         with torch.no_grad():
             h.clamp_(-1, 1)
         return self.b(h + y) + h
+
+
+@equal("an expanded tensor without gradient, changed in place through a view behind the break")
+class _ExpandedInPlace(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            e = (self.a(x) * 1)[:1].expand(4, WIDTH)
+        y = self.brk(self.b(x))
+        e[:1][..., ::2].add_(0.5)
+        return self.c(y) * e
+
+
+class _Expands(Break):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x.detach()[:1].cos().expand(4, WIDTH)
+
+
+@equal("an expanded result of a break, changed in place")
+class _ExpandedResult(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _Expands()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, e = self.brk(self.a(x))
+        e[:1].mul_(0.5)
+        return self.b(y) * e + self.c(self.brk2(y * e))
 
 
 @equal("a view taken before a break, used after, nothing changed")
@@ -718,6 +746,70 @@ class _StaleBase(Base):
         return self.b(y) + h
 
 
+class _BufferView(Break):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(2, WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.state[0]
+
+
+@refused("a view of a buffer from a break, and the buffer changed after", "shares memory")
+class _StaleBuffer(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _BufferView()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, v = self.brk(self.a(x))
+        self.brk.state.add_(1)
+        return self.b(y) + v
+
+
+class _Cache(Break):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        if HOLDER.get("cache") is None:
+            HOLDER["cache"] = y.detach().clone()
+        HOLDER["cache"].add_(1)
+        return y, HOLDER["cache"].view(-1)
+
+
+@refused("a break that changes what it returned before", "shares memory")
+class _StaleCache(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _Cache()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            y, v = self.brk(self.a(x))
+            z, _ = self.brk(self.b(y))
+            return self.c(z) + v.view(4, WIDTH)
+        finally:
+            HOLDER.clear()
+
+
+class _KeepsResult(Break):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x).detach() + HOLDER.get("last", 0)
+        HOLDER["last"] = y
+        return y
+
+
+@refused("a stretch that changes what a break keeps", "shares memory|kept by")
+class _KeptResult(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _KeepsResult()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.brk(self.a(x))
+        y.mul_(2)
+        return self.b(self.brk(self.c(y)))
+
+
 @refused("a stale view that only the output shows", "shares memory")
 class _StaleOutput(Base):
     def forward(self, x: Tensor) -> Any:
@@ -876,9 +968,6 @@ class _Escape(Base):
         h = self.a(x)
         ESCAPED.append(h)
         return self.b(self.brk(h))
-
-
-HOLDER: dict[str, Tensor] = {}
 
 
 class _SideChannel(Break):

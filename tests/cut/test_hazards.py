@@ -8,7 +8,7 @@ import torch
 import graphcap
 from graphcap.errors import CutError
 from graphcap.testing import compare, deterministic
-from tests.cut.cases import EQUAL, REFUSED, drawn
+from tests.cut.cases import EQUAL, HOLDER, REFUSED, drawn
 
 
 @pytest.mark.parametrize("name", EQUAL)
@@ -36,6 +36,7 @@ def test_equal_to_eager(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     case = REFUSED[name]
+    HOLDER.clear()
     torch.manual_seed(1)
     module = case.build()
     args, kwargs = case.inputs(0)

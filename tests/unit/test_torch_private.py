@@ -237,3 +237,94 @@ def test_process_group_of_a_collective(tmp_path: Path) -> None:
         assert seen[0] is seen[1] is dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+def test_patched_function_apply() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    bound, seen = Double.apply, []
+
+    def handle(kind: type, run: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        seen.append(kind)
+        return run(*args, **kwargs)  # type: ignore[operator]
+
+    with private.patched_function_apply(handle):
+        x = torch.ones(2, requires_grad=True)
+        assert torch.equal(bound(x), x * 2) and torch.equal(Double.apply(x), x * 2)
+    Double.apply(torch.ones(1))
+    assert seen == [Double, Double]
+    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
+
+
+def test_patched_checkpoint() -> None:
+    import functools
+
+    from torch.utils import checkpoint
+
+    bound = functools.partial(checkpoint.checkpoint, use_reentrant=False)
+    calls = []
+
+    def handle(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[tuple[object, ...], dict[str, object]]:
+        function, *_, x = args
+        calls.append((function, x))
+        return args, kwargs
+
+    x = torch.ones(2, requires_grad=True)
+    with private.patched_checkpoint(handle):
+        bound(torch.sin, x).sum().backward()
+    assert calls == [(torch.sin, x)]
+    assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
+
+
+def test_not_capturing_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    asked = torch.cuda.is_current_stream_capturing
+    with private.not_capturing_for_users(threading.get_ident()):
+        assert torch.cuda.is_current_stream_capturing() is False
+        scope: dict[str, object] = {"__name__": "torch.somewhere", "torch": torch}
+        exec("answer = torch.cuda.is_current_stream_capturing()", scope)
+        assert scope["answer"] is True
+    with private.not_capturing_for_users(-1):
+        assert torch.cuda.is_current_stream_capturing() is True
+    assert torch.cuda.is_current_stream_capturing is asked
+
+
+def test_top_modes() -> None:
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    assert private.top_function_mode() is None and private.top_dispatch_mode() is None
+    with TorchDispatchMode() as dispatch, TorchFunctionMode() as outer:  # type: ignore[no-untyped-call]
+        assert private.top_function_mode() is outer and private.top_dispatch_mode() is dispatch
+        with TorchFunctionMode() as inner:
+            assert private.top_function_mode() is inner
+
+
+def test_saves_through_hooks() -> None:
+    assert not private.saves_through_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert private.saves_through_hooks()
+
+
+def test_is_transformed() -> None:
+    seen = []
+    torch.vmap(lambda x: seen.append(private.is_transformed(x)) or x)(torch.ones(2))
+    assert seen == [True] and not private.is_transformed(torch.ones(2))
+
+
+def test_storage_reference_keeps_the_key() -> None:
+    x = torch.ones(1000)
+    key, reference = private.storage_key(x), private.StorageKey(x)
+    del x
+    others = [torch.ones(1000) for _ in range(50)]
+    assert all(private.storage_key(other) != key for other in others)
+    del reference
