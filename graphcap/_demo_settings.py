@@ -39,6 +39,8 @@ class DemoSettings:
 
     def resolved(self) -> ResolvedSettings:
         """The settings with nothing left open. PlanError, DeviceError for what can't be."""
+        if self.backend == "cuda" and self.device is None and not torch.cuda.is_available():
+            raise DeviceError("this machine has no GPU: use --backend tape")
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if device == "cuda" and not torch.cuda.is_available():
             raise DeviceError("device cuda: torch sees no GPU here. Use --device cpu; `graphcap doctor` says more")

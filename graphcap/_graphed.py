@@ -117,8 +117,8 @@ class Runner:
             if self.plan.config.on_mismatch == "eager":
                 return self._eager(unit, args, kwargs, problem), None
             raise InputMismatch(
-                f"{unit.title}: {problem}. Call it as it was captured, capture again with such arguments, or use "
-                "CaptureConfig(on_mismatch='eager')"
+                f"{unit.title}: {problem}. Call it as it was captured, run it without graphs (`with graphcap.disabled():`, "
+                "for validation too), capture again with such arguments, or use CaptureConfig(on_mismatch='eager')"
             )
         if threading.get_ident() != self.ambient.thread:
             raise ReplayError(

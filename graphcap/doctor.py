@@ -274,15 +274,15 @@ _PACKAGES = (
     _Package(
         "Transformer Engine",
         "transformer-engine",
-        "its modules and FP8 recipes can be captured, through graphcap.adapters.transformer_engine",
-        "FP8 through the reference quantisation only; for TE: pip install 'graphcap[te]'",
+        "found; FP8 state is not captured yet",
+        "not needed: FP8 is not captured yet (see README, Status)",
         wanted_on_gpu=False,
     ),
     _Package(
         "transformers",
         "transformers",
-        "Hugging Face models can be captured; the tests of third-party models run",
-        "nothing in graphcap needs it, except tests and examples with Hugging Face models",
+        "found; nothing in graphcap needs it",
+        "not needed: nothing in graphcap uses it",
         wanted_on_gpu=False,
     ),
     _Package(

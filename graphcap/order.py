@@ -239,6 +239,8 @@ class Order(Sequence[Step]):
         """
         if not isinstance(delay_wgrad, bool):
             raise OrderError(f"delay_wgrad is {delay_wgrad!r}: pass True or False.")
+        if not isinstance(base_order, Order):
+            raise OrderError(f"base_order is {base_order!r}: pass an Order, such as Order.one_f_one_b(0, 2, 4).")
         if layers_per_chunk is None:
             layers_per_chunk = base_order.layers_per_chunk
         layers = _layer_counts(layers_per_chunk, base_order.chunks)

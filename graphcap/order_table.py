@@ -18,7 +18,7 @@ _NAMED: dict[str, Callable[[int, int, int, int, int], Order]] = {
 }
 _NEED_TORCH = ("loopedbfs", "interleaved-zb", "zbv", "dualpipev")
 
-SCHEDULES: tuple[str, ...] = (*_NAMED, *_NEED_TORCH)
+SCHEDULES: tuple[str, ...] = tuple(_NAMED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def named(schedule: str, *, pp: int, rank: int, microbatches: int, chunks: int =
     if schedule in _NEED_TORCH:
         raise OrderError(
             f"schedule {schedule!r} needs torch's schedule classes, which arrive with the torch pipelining adapter: "
-            f"use one of {', '.join(_NAMED)} until then, or Order.parse."
+            f"use one of {', '.join(SCHEDULES)} until then, or Order.parse."
         )
     if schedule not in _NAMED:
         raise OrderError(f"schedule is {schedule!r}: pass one of {', '.join(SCHEDULES)}.")
@@ -59,10 +59,8 @@ def rows(order: Order) -> tuple[Row, ...]:
 def render(order: Order) -> Table:
     """The rows as a rich table; its caption counts slots (input sets) against the number without sharing."""
     slot_map = assign_slots(order)
-    table = Table(
-        caption=f"{slot_map.count} slots for {len(slot_map)} input sets\n{slot_map.graphs} forward graphs",
-        caption_justify="left",
-    )
+    slots, inputs = _counted(slot_map.count, "slot"), _counted(len(slot_map), "input set")
+    table = Table(caption=f"{slots} for {inputs}\n{_counted(slot_map.graphs, 'forward graph')}", caption_justify="left")
     table.add_column("position", justify="right")
     table.add_column("step")
     table.add_column("live", justify="right")
@@ -71,6 +69,10 @@ def render(order: Order) -> Table:
         live = f"{row.first}-{row.last}"
         table.add_row(str(row.position), str(row.step), live, " ".join(map(str, row.slots)))
     return table
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _rows(slot_map: SlotMap) -> tuple[Row, ...]:

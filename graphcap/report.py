@@ -7,9 +7,9 @@ from graphcap.partial_layer import GRAPHED
 
 
 def plan_text(plan: CapturePlan) -> str:
-    """The plan as lines: one per part, then slots and bytes."""
+    """The plan as lines: a head with counts and bytes, one per part, then the slots that several microbatches share."""
     lines = [
-        f"{plan.graphs} graphed parts, {len(plan.breaks)} breaks, {plan.slots} slots, "
+        f"{_counted(plan.graphs, 'graphed part')}, {_counted(len(plan.breaks), 'break')}, {_counted(plan.slots, 'slot')}, "
         f"{_bytes(plan.static_bytes) if plan.static_bytes else 'not recorded yet'}"
     ]
     for unit in plan.units:
@@ -36,7 +36,11 @@ def _slot_lines(plan: CapturePlan) -> list[str]:
         users = [f"{use.chunk}F{use.microbatch}" for use in plan.slot_map.sharers(slot)]
         if len(users) > 1:
             lines.append(f"  slot {slot}: {', '.join(users)}")
-    return lines
+    return ["shared slots:", *lines] if lines else []
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _short(name: str) -> str:

@@ -61,5 +61,5 @@ def _warn_tape() -> None:
         warnings.warn(
             "all tensors are on the CPU, so graphcap records on its tape: this is for testing and saves no time "
             "(say backend='tape' to silence this)",
-            stacklevel=4,
+            stacklevel=5,  # the caller of capture() or make_graphed_callables()
         )

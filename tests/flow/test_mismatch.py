@@ -138,8 +138,10 @@ def test_training_toggled() -> None:
     twin = twin_of(module)
     agrees(graphed, twin, rows())
     graphed.eval()
-    with pytest.raises(InputMismatch, match="captured with training=True, called with training=False"):
+    with pytest.raises(InputMismatch, match=r"training=True, called with training=False.*graphcap\.disabled"):
         graphed(rows())
+    with graphcap.disabled(), torch.no_grad():  # what the error offers; any batch size
+        assert graphed(rows(3, 8)).shape == (3, 8)
     graphed.train()
     agrees(graphed, twin, rows())
     assert torch.equal(module[1].running_mean, twin[1].running_mean)

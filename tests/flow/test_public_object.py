@@ -287,3 +287,11 @@ PLANS = {
 def test_the_text_of_a_plan(name: str) -> None:
     """Golden text: a diff a person can read. Write a changed one by hand, after looking at it."""
     assert str(PLANS[name]().plan) + "\n" == (GOLDEN / f"plan_{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("verb", [graphcap.capture, graphcap.make_graphed_callables])
+def test_the_warning_about_the_tape_points_at_the_caller(verb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphcap.backends, "_warned_tape", False)
+    with pytest.warns(UserWarning, match="all tensors are on the CPU") as caught:
+        verb(Mlp(), (rows(),))
+    assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]

@@ -61,6 +61,25 @@ def test_cuda_is_refused_where_there_is_none(
     assert "torch sees no GPU here" in capsys.readouterr().err
 
 
+def test_backend_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["demo", "--backend", "cuda"]) == 2
+    assert "this machine has no GPU: use --backend tape" in capsys.readouterr().err
+
+
+def test_help_lists_the_schedules_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["order", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "gpipe, 1f1b, interleaved\n" in printed
+    assert "zbv" not in printed
+
+
+def test_one_is_not_many(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["order", "--schedule", "gpipe", "--pp", "1", "--rank", "0", "--microbatches", "1"]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[-2:] == ["1 slot for 1 input set", "1 forward graph"]
+
+
 def test_help_gives_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--help"]) == 0
     assert "--schedule" in capsys.readouterr().out

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
+import torch
 
+import graphcap
 from graphcap.cli import main
+from graphcap.order import assign_slots
 
 DOCS = Path(__file__).parents[2] / "docs"
 ELSEWHERE = ("guides/hybrid.md", "footguns.md")  # tests/hybrid/test_guide.py, tests/test_footguns.py
@@ -46,6 +50,31 @@ def test_the_plan_shown_in_how_it_works(capsys: pytest.CaptureFixture[str]) -> N
     (shown,) = (block for block in blocks(text, "text") if "graphed parts" in block)
     size = r"[\d.]+ KiB"
     assert re.sub(size, "#", shown) in re.sub(size, "#", capsys.readouterr().out)
+
+
+def test_arguments_and_strides_are_as_the_quickstart_says() -> None:
+    def add(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return x + labels
+
+    tokens = torch.zeros(4, 9)
+    x, y = tokens[:, :-1].contiguous(), torch.ones(4, 8)
+    graphed = graphcap.capture(add, (x,), {"labels": y}, backend="tape")
+    assert torch.equal(graphed(x, labels=y), y)
+    with pytest.raises(graphcap.InputMismatch):
+        graphed(x, y)
+    with pytest.raises(graphcap.InputMismatch, match="stride"):
+        graphed(tokens[:, :-1], labels=y)
+
+
+def test_the_slots_that_orders_and_readme_count(capsys: pytest.CaptureFixture[str]) -> None:
+    order = graphcap.Order.interleaved(0, 2, 2, 4)
+    assert assign_slots(order).count == 5  # inputs alike, as on the command line
+    text = (DOCS / "guides" / "orders.md").read_text(encoding="utf-8")
+    assert "(6, not 5, in the example below" in text
+    run_blocks(text)
+    assert "4 graphed parts, 2 breaks, 6 slots, " in capsys.readouterr().out
+    in_flight = [[step.phase == "F" or -1 for step in order if step.chunk == chunk] for chunk in range(2)]
+    assert [max(accumulate(changes)) for changes in in_flight] == [4, 2]
 
 
 def test_the_error_and_the_table_shown_in_orders(
