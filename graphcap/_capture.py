@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap import _guards
 from graphcap._parts import (
@@ -34,7 +35,7 @@ from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan
 from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
 from graphcap._warmup import PartFacts, Pattern, UnitFacts, WarmupFacts
 from graphcap.backends.base import Backend, Graph, Pool
-from graphcap.errors import CaptureError, GraphcapError
+from graphcap.errors import CaptureError, CutError, GraphcapError
 from graphcap.order import Phase
 from graphcap.partial_layer import GRAPHED, Opened
 
@@ -320,7 +321,7 @@ class Recorder:
             outputs = [part.made[p] for p, there in zip(part.facts.grad_outputs, pattern, strict=True) if there]
             arriving = [g for g, there in zip(part.grad_outputs, pattern, strict=True) if there]
             with torch.autocast(self.backend.device.type, enabled=False):
-                with self.backend.capture(work.pool, self.generators) as graph:
+                with self.backend.capture(work.pool, self.generators) as graph, _NoRandom(part.facts.part.name):
                     found, _ = differentiate(outputs, wanted, arriving, work.facts.reentrant, retain_graph=keep)
                     results = list(found)
                     self._add(results, len(inputs), indices)
@@ -347,6 +348,26 @@ class Recorder:
         if pairs:
             with torch.no_grad():
                 torch._foreach_add_([b for b, _ in pairs], [r for _, r in pairs])
+
+
+class _NoRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A backward that draws random numbers recomputes its forward (an activation checkpoint with dropout): at replay it
+    would draw others than the forward did. Names that end in _backward are exempt: they carry the tag of their forward."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._part = part
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not func._schema.name.endswith("_backward"):
+            raise CutError(
+                f"part {self._part}: its backward draws random numbers ({func}), as an activation checkpoint with dropout "
+                "does when it recomputes: a replay would draw others than the forward did. Checkpoint inside an EAGER part, "
+                "or without dropout"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def run_inputs(part: PartFacts, env: dict[str, Any], proxy: Any) -> dict[int, torch.Tensor]:

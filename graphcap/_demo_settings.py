@@ -41,7 +41,8 @@ class DemoSettings:
         """The settings with nothing left open. PlanError, DeviceError for what can't be."""
         if self.backend == "cuda" and self.device is None and not torch.cuda.is_available():
             raise DeviceError("this machine has no GPU: use --backend tape")
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        on_gpu = torch.cuda.is_available() and self.backend != "tape"  # the tape runs on the CPU
+        device = self.device or ("cuda" if on_gpu else "cpu")
         if device == "cuda" and not torch.cuda.is_available():
             raise DeviceError("device cuda: torch sees no GPU here. Use --device cpu; `graphcap doctor` says more")
         if not 1 <= self.tokens < len(text()):

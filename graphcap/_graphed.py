@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -205,7 +205,17 @@ class Runner:
 
     def _eager(self, unit: UnitPlan, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
         self.stats.eager[reason] += 1
+        if torch.is_grad_enabled():
+            self._bind_for_eager()
         return run_plain(unit.calls, args, kwargs)
+
+    def _bind_for_eager(self) -> None:
+        """grads="accumulate": an eager call adds into the same buffers, so that the next graphed one finds them."""
+        for index, buffer in self.capture.buffers.items():
+            real = self.capture.parameters.real[index]
+            if real.grad is None and getattr(real, "main_grad", None) is not buffer:
+                buffer.zero_()
+                real.grad = buffer
 
     def is_disabled(self) -> bool:
         return _disabled.get() or self.eager_depth > 0
@@ -231,6 +241,7 @@ class Runner:
             for graph in (g for graphs in part.backward.values() for g in graphs):
                 graph.graph.reset()
         self.sets = []
+        self.capture = replace(self.capture, sets=(), buffers={}, pools=(), kept=())
 
 
 def _autocast(ambient: Ambient) -> str:

@@ -10,9 +10,9 @@ import torch
 
 from graphcap._tensors import CallSpec
 from graphcap.config import CaptureConfig
-from graphcap.errors import PlanError
+from graphcap.errors import CutError, PlanError
 from graphcap.order import Order, SlotMap, assign_slots
-from graphcap.partial_layer import GRAPHED, NOTHING, Call, PartialLayer, PartKind, Program, flatten
+from graphcap.partial_layer import EAGER, GRAPHED, NOTHING, Call, PartialLayer, PartKind, Program, flatten
 
 Layers = tuple[Callable[..., Any], ...]
 
@@ -258,3 +258,16 @@ def signature_keys(specs: Sequence[CallSpec]) -> list[int]:
             found = len(kinds) - 1
         keys.append(found)
     return keys
+
+
+def refuse_hidden_parts(module: torch.nn.Module) -> None:
+    """A PartialLayer with eager parts inside a plain module: its parts would be recorded whole."""
+    if isinstance(module, PartialLayer):
+        return
+    for name, child in module.named_modules():
+        if isinstance(child, PartialLayer) and any(part.kind is EAGER for part in child.parts()):
+            raise CutError(
+                f"{name} ({type(child).__name__}) declares EAGER parts, but stands in a {type(module).__name__}, which is one "
+                "graphed part: list it with nested(...) in a PartialLayer at every level above, pass the layers as a tuple, "
+                "or name it in break_at="
+            )

@@ -17,8 +17,8 @@ from graphcap import _torch_private as private
 from graphcap._capture import BackwardGraph, CaptureSet, GraphSet, PartGraphs
 from graphcap._parts import OutIndex, distinct_tensors, entry_values
 from graphcap._plan import PartPlan
-from graphcap._tensors import Getter, Structure, compact, flatten, getters, same_constant, unflatten
-from graphcap._warmup import PartFacts, Pattern
+from graphcap._tensors import Getter, Structure, compact, flatten, getters, same_constant, static_copy, unflatten
+from graphcap._warmup import PartFacts, Pattern, dense_strides
 from graphcap.errors import InFlightError, InputMismatch, ReplayError, StateError
 from graphcap.order import Phase
 from graphcap.partial_layer import NOTHING, run_call
@@ -113,8 +113,8 @@ class _Memory:
     place: int
     static: torch.Tensor
     address: int
+    storage: int
     expanded: bool
-    zero: bool = False  # it holds zeros: no need to write them again
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,7 @@ class _Added:
     name: str
     home: str
     result: int
+    address: int
 
 
 class BoundPart:
@@ -152,10 +153,12 @@ class BoundPart:
                 capture.parameters.names[i],
                 "main_grad" if getattr(real[i], "main_grad", None) is capture.buffers[i] else "grad",
                 len(self.facts.grad_inputs) + n,
+                capture.buffers[i].data_ptr(),
             )
             for n, i in enumerate(self.facts.parameters)
             if i in capture.buffers
         ]
+        self._dense = [static.stride() == dense_strides(static) for static in graphs.outputs]  # clone keeps the strides of these alone
         self.undifferentiable = [n for n, spec in enumerate(self.facts.made) if not spec.requires_grad]
         self._returned_at = [n for n, i in enumerate(self.facts.parameters) if i not in capture.buffers]
         self.fresh_inputs = {
@@ -172,7 +175,7 @@ class BoundPart:
         _copy([(memory, tensors[memory.place]) for memory in self.incoming])
         self.graphs.forward.replay()
         return tuple(
-            static.clone() if place in self.leaving else static.detach()
+            (static.clone() if self._dense[place] else static_copy(static)) if place in self.leaving else static.detach()
             for place, static in enumerate(self.graphs.outputs)
         )
 
@@ -362,9 +365,19 @@ class BoundPart:
                     f"{entry.name} got a tensor hook (register_hook) after capture, which never sees a gradient that the "
                     "graph adds itself: remove it, or capture with grads='return'"
                 )
+            if not entry.parameter.requires_grad:
+                raise StateError(
+                    f"{entry.name} was frozen (requires_grad_(False)) between forward and backward, but the graph adds its "
+                    "gradient: freeze it before the forward, and capture again"
+                )
             bound = getattr(entry.parameter, entry.home, None)
-            if bound is entry.buffer:
+            if bound is entry.buffer and bound.data_ptr() == entry.address:
                 continue
+            if bound is entry.buffer:
+                raise StateError(
+                    f"{entry.name}.{entry.home} has moved to other memory (.data was rebound), but the graph adds into the old "
+                    "one: change values in place, or capture again"
+                )
             if bound is not None or entry.home == "main_grad":
                 raise StateError(
                     f"{entry.name}.{entry.home} is another tensor than the buffer that the graph adds into: put that one "
@@ -385,7 +398,7 @@ class BoundPart:
 
 def _memory(place: int, static: torch.Tensor) -> _Memory:
     core = compact(static)
-    return _Memory(place, core, static.data_ptr(), core.shape != static.shape)
+    return _Memory(place, core, static.data_ptr(), static.untyped_storage().data_ptr(), core.shape != static.shape)
 
 
 def _copy(pairs: Sequence[tuple[_Memory, torch.Tensor]]) -> None:
@@ -396,6 +409,10 @@ def _copy(pairs: Sequence[tuple[_Memory, torch.Tensor]]) -> None:
             continue
         targets.append(memory.static)
         sources.append(_like(tensor, memory.static) if memory.expanded else tensor)
+    written = {memory.storage for memory, _ in pairs}
+    for n, source in enumerate(sources):  # an aliased output that comes back may lie in what is written here
+        if source.untyped_storage().data_ptr() in written and source.numel():
+            sources[n] = source.clone()
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     elif targets:

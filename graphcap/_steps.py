@@ -173,6 +173,8 @@ class Steps:
         self, step: Step, live: _Live, gradients: tuple[torch.Tensor | None, ...]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The outputs to begin from, and their gradients: given ones, or one for the loss."""
+        if not gradients and not live.outputs:  # nothing to differentiate: the step is there for the order alone
+            return [], []
         if not gradients:
             start = live.loss
             if start is None and len(live.outputs) == 1:

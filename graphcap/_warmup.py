@@ -6,6 +6,7 @@ it. So lazy state settles, and shapes, structures and the flow of gradients are 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -210,16 +211,16 @@ class _Pass:
         return proxy_of(tensor, tensor.requires_grad and self.grad)
 
     def backward(self, *, keep_values: bool) -> tuple[list[PartFacts], bool]:
-        """Differentiate every way in which a caller may start: from the loss alone if there is one, else (and also)
-        from every output."""
+        """Differentiate the way in which a caller usually starts; in the last pass, with `keep_values`, every way."""
         shapes = [_Shape(running, self) for running in self.running]
         if self.grad:
-            for seeds in self._seeds():
+            for seeds in self._seeds(all_ways=keep_values):
                 self._one_backward(shapes, seeds)
         return [shape.facts(keep_values) for shape in shapes], self.reentrant
 
-    def _seeds(self) -> list[set[tuple[int, int]]]:
-        """Sets of (part, place) from which a backward starts."""
+    def _seeds(self, all_ways: bool) -> list[set[tuple[int, int]]]:
+        """Sets of (part, place) from which a backward may start, the usual one first: the loss if there is one, else every
+        output. Of up to three outputs, any subset; of more, each alone."""
         value = self.unit.program.result(self.env)
         every = {
             self.sources[id(t)]
@@ -227,8 +228,12 @@ class _Pass:
             if t.requires_grad and id(t) in self.sources
         }
         loss = loss_of(value)
-        alone = {self.sources[id(loss)]} if loss is not None and id(loss) in self.sources else set()
-        return [alone, every] if alone and alone != every else [every]
+        usual = {self.sources[id(loss)]} if loss is not None and id(loss) in self.sources else every
+        if not all_ways:
+            return [usual]
+        sizes = range(len(every), 0, -1) if len(every) <= 3 else (len(every), 1)
+        ways = [set(subset) for size in sizes for subset in itertools.combinations(sorted(every), size)]
+        return [usual, *(way for way in ways if way != usual)]
 
     def _one_backward(self, shapes: list[_Shape], seeds: set[tuple[int, int]]) -> None:
         arrived: dict[tuple[int, int], torch.Tensor] = {

@@ -158,7 +158,7 @@ def _add_order(command: argparse.ArgumentParser) -> None:
     add("--pp", type=_count, required=True, help="ranks of the pipeline")
     add("--rank", type=int, required=True, help="whose order, from 0")
     add("--microbatches", type=_count, required=True)
-    add("--chunks", type=_count, default=2, help="chunks per rank, for schedules with several")
+    add("--chunks", type=_count, help="chunks per rank, for interleaved; default 2")
     add("--layers", type=_count, default=1, help="layers in every chunk")
     command.set_defaults(run=_order)
 

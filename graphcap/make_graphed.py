@@ -51,11 +51,22 @@ def capture(
     """
     if quantization is not None:
         raise StateError("quantization: captured FP8 state is not built yet. Capture without it")
-    order = Order.parse(order) if isinstance(order, str) else order
+    order = _as_order(order)
     chunks, samples, root = _normalise(module, sample_args, sample_kwargs, order)
     plan = _plan.build(chunks, samples, order, config or CaptureConfig())
     runner = _run_stages(plan, backend, drop_in=False, break_at=break_at)
     return Graphed(root, runner, chunks)
+
+
+def _as_order(order: Any) -> Order | None:
+    if isinstance(order, str):
+        return Order.parse(order)
+    if order is None or isinstance(order, Order):
+        return order
+    raise OrderError(
+        f"order={order!r}: expected an Order or its text ('0F0 0B0'); signed numbers, as Transformer Engine has them, become "
+        "one with Order.from_signed"
+    )
 
 
 def _run_stages(
@@ -71,6 +82,9 @@ def _run_stages(
     layers = tuple(layer for unit in plan.units for layer in unit.layers)
     modules = _guards.modules_of(layers)
     _refuse(plan, modules, drop_in)
+    if not _asks_for_breaks(break_at):
+        for module in modules:
+            _plan.refuse_hidden_parts(module)
     samples = [(name, leaf) for unit in plan.units for s in unit.samples for name, leaf in _named_leaves(s)]
     tensors = [(n, t) for n, t in [*_guards.named_state(modules), *samples] if isinstance(t, torch.Tensor)]
     backend = choose(backend_name, tensors)
@@ -239,8 +253,8 @@ def make_graphed_callables(modules: tuple[Graphable, ...], sample_args: Any, *a:
 @overload
 def make_graphed_callables(modules: Graphable, sample_args: Any, *a: Any, **k: Any) -> Graphable: ...
 def make_graphed_callables(
-    modules: Any,
-    sample_args: Any,
+    modules: Any = None,
+    sample_args: Any = None,
     num_warmup_iters: int = 3,
     allow_unused_input: bool = False,
     sample_kwargs: Any = None,
@@ -249,11 +263,13 @@ def make_graphed_callables(
     pool: Any = None,
     _reuse_graph_input_output_buffers: bool = False,
     *,
+    callables: Any = None,
     backend: str = "auto",
 ) -> Any:
     """torch.cuda's and Transformer Engine's function of this name: graphed forms of separate callables.
 
-    modules: one callable or a tuple; the user's code may run between them. sample_args: a tuple of arguments (a tuple of
+    modules: one callable or a tuple; the user's code may run between them (torch calls it `callables`; torch's fifth
+        positional argument, a pool handle of two ints, is taken as `pool`). sample_args: a tuple of arguments (a tuple of
         such tuples for a tuple of callables). Without `_order` modules are patched in place (`module.forward`) and
         returned, other callables come back as functions.
     _order: signed chunk numbers as in TE (+c forward, -c backward of chunk c), an Order, or its text. Then sample_args
@@ -263,24 +279,40 @@ def make_graphed_callables(
     Better than the originals: every call is checked; nothing is left behind when capture fails; the parameter order is
     right under every order. A module in the other training mode than at capture runs its own forward, as there.
     """
+    modules = _first_argument(modules, callables)
+    if sample_args is None:
+        raise SampleError("sample_args is missing: a tuple of arguments, or one such tuple per callable")
+    if pool is None and _is_pool_handle(sample_kwargs):
+        pool, sample_kwargs = sample_kwargs, None
     single = not isinstance(modules, tuple | list)
-    callables: tuple[Graphable, ...] = (modules,) if single else tuple(modules)
-    order = _drop_in_order(_order, _num_layers_per_chunk, len(callables), sample_args)
-    samples = _drop_in_samples(callables, sample_args, sample_kwargs, order, single)
+    targets: tuple[Graphable, ...] = (modules,) if single else tuple(modules)
+    order = _drop_in_order(_order, _num_layers_per_chunk, len(targets), sample_args)
+    samples = _drop_in_samples(targets, sample_args, sample_kwargs, order, single)
     if _reuse_graph_input_output_buffers and _order is None:
         raise OrderError("_reuse_graph_input_output_buffers needs _order: only an order says which lives overlap")
     config = CaptureConfig(warmup=max(1, num_warmup_iters), outputs="alias")
     plan = _plan.build_callables(
-        callables, samples, order, config, given_order=_order is not None, share_slots=_reuse_graph_input_output_buffers
+        targets, samples, order, config, given_order=_order is not None, share_slots=_reuse_graph_input_output_buffers
     )
     runner = _run_stages(plan, backend, drop_in=True, pool=pool, allow_unused=allow_unused_input)
     if _order is not None:
         return tuple(
-            _graphed_function(runner, unit, microbatch, callables[unit])
+            _graphed_function(runner, unit, microbatch, targets[unit])
             for unit, microbatch in _flat_units(order)
         )
-    returned = tuple(_install(runner, unit, target) for unit, target in enumerate(callables))
+    returned = tuple(_install(runner, unit, target) for unit, target in enumerate(targets))
     return returned[0] if single else returned
+
+
+def _first_argument(modules: Any, callables: Any) -> Any:
+    """What to graph, under TE's name or torch's."""
+    if (modules is None) == (callables is None):
+        raise SampleError("pass the callables once: as the first argument, as modules= (TE's name) or callables= (torch's)")
+    return callables if modules is None else modules
+
+
+def _is_pool_handle(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(type(item) is int for item in value)
 
 
 def _drop_in_order(given: Any, layers: Sequence[int] | None, count: int, sample_args: Any) -> Order:

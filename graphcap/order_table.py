@@ -16,6 +16,7 @@ _NAMED: dict[str, Callable[[int, int, int, int, int], Order]] = {
         rank, pp, chunks, mbs, layers_per_chunk=layers
     ),
 }
+_ONE_CHUNK = ("gpipe", "1f1b")
 _NEED_TORCH = ("loopedbfs", "interleaved-zb", "zbv", "dualpipev")
 
 SCHEDULES: tuple[str, ...] = tuple(_NAMED)
@@ -32,10 +33,10 @@ class Row:
     slots: tuple[int, ...]
 
 
-def named(schedule: str, *, pp: int, rank: int, microbatches: int, chunks: int = 2, layers: int = 1) -> Order:
+def named(schedule: str, *, pp: int, rank: int, microbatches: int, chunks: int | None = None, layers: int = 1) -> Order:
     """The order of rank `rank` of `pp` under a schedule named as on the command line, `layers` layers in every chunk.
 
-    `chunks` counts only for schedules with several chunks per rank; gpipe and 1f1b have one. Raises OrderError for an
+    `chunks` per rank, for schedules with several (default 2); gpipe and 1f1b have one, and refuse more. Raises OrderError for an
     unknown name and for those that need torch's schedule classes.
     """
     if schedule in _NEED_TORCH:
@@ -48,7 +49,9 @@ def named(schedule: str, *, pp: int, rank: int, microbatches: int, chunks: int =
     # Checked here and not only in the constructors: gpipe is the same on every rank, yet rank 7 of 2 is a mistake.
     pp = whole("pp", pp, 1)
     rank = whole("rank", rank, 0, pp)
-    return _NAMED[schedule](pp, rank, microbatches, chunks, layers)
+    if schedule in _ONE_CHUNK and chunks not in (None, 1):
+        raise OrderError(f"chunks is {chunks}, but {schedule} has one chunk per rank: leave it out, or use interleaved.")
+    return _NAMED[schedule](pp, rank, microbatches, 2 if chunks is None else chunks, layers)
 
 
 def rows(order: Order) -> tuple[Row, ...]:

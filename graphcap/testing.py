@@ -19,13 +19,14 @@ from torch import nn
 
 from graphcap._parts import loss_of
 from graphcap._steps import Steps, run_plain
-from graphcap._tensors import flatten, paths, unflatten
+from graphcap._tensors import flatten, paths, static_copy, unflatten
 from graphcap.errors import PlanError
 from graphcap.make_graphed import as_chunks, capture
 from graphcap.order import Order, Phase, Step
 
 Build = Callable[[], Any]
 Inputs = Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
+RandomState = list[tuple[str, torch.Tensor]]
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 
@@ -105,7 +106,8 @@ def compare(
     """Train a graphed module beside its eager twin and compare everything after every step.
 
     build: gives a fresh module (or a tuple of layers, or of chunks under an order); called once, the twin is a deep copy.
-    inputs(index): (args, kwargs) of one microbatch; index counts steps, or with M microbatches step * M + microbatch.
+    inputs(index): (args, kwargs) of one microbatch, a function of its index alone (after a difference it is asked again, to see
+        whether eager agrees with itself); index counts steps, or with M microbatches step * M + microbatch.
         Under an order with several chunks they go to the first one, whose output goes to the second, and so on.
     steps: at least 1; optimizer(parameters): None means SGD with lr 0.05, on both sides.
     grad_mode: False runs under no_grad and compares outputs and buffers. expect_no_grads: nothing is to be trained.
@@ -133,6 +135,38 @@ class _Side:
             self.optimizer = torch.optim.SGD(trainable, lr=0.05) if optimizer is None else optimizer(trainable)
 
 
+class _Drawn:
+    """The inputs of a step: asked for once, and a copy for each side."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs
+        self._known: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def __call__(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if index not in self._known:
+            self._known[index] = self._inputs(index)
+        leaves, structure = flatten(self._known[index])
+        args, kwargs = unflatten(structure, [_leaf_copy(leaf) for leaf in leaves])
+        return args, kwargs
+
+    def forget(self) -> None:
+        self._known.clear()
+
+
+def _leaf_copy(leaf: Any) -> Any:
+    return static_copy(leaf).requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _host_copies(root: nn.Module) -> list[torch.Tensor]:
+    return [tensor.detach().cpu().clone() for tensor in (*root.parameters(), *root.buffers())]
+
+
+def _load(root: nn.Module, values: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, value in zip((*root.parameters(), *root.buffers()), values, strict=True):
+            tensor.copy_(value)
+
+
 class _Twins:
     def __init__(
         self,
@@ -143,15 +177,19 @@ class _Twins:
         expect_no_grads: bool,
         options: dict[str, Any],
     ) -> None:
-        self.inputs, self.grad_mode, self.expect_no_grads = inputs, grad_mode, expect_no_grads
+        self.inputs, self.grad_mode, self.expect_no_grads = _Drawn(inputs), grad_mode, expect_no_grads
+        self.optimizer = optimizer
         order = options.get("order")
         self.order = Order.parse(order) if isinstance(order, str) else order or Order.forward_backward(1)
+        self.ordered = order is not None
         module = build()
         twin = copy.deepcopy(module)
+        self.build, self.start = build, _host_copies(as_chunks(module, None if order is None else self.order)[1])
+        self.states: list[RandomState] = []
         twin_chunks, twin_root, _ = as_chunks(twin, None if order is None else self.order)
         self.device = next((p.device for p in twin_root.parameters()), torch.device("cpu"))
         with torch.set_grad_enabled(grad_mode):
-            args, kwargs = _samples(twin, inputs, None if order is None else self.order)
+            args, kwargs = _samples(twin, self.inputs, None if order is None else self.order)
             states = _random_state(self.device)
             self.graphed = capture(module, args, kwargs, **options)
         self.disturbed = _first_difference(_random_state(self.device), states)
@@ -169,16 +207,39 @@ class _Twins:
             return self._verdict(False, 0, f"capture: {self.disturbed}")
         for step in range(steps):
             before = {name: p.detach().clone() for name, p in self.sides[0].parameters.items()}
-            states = _random_state(self.device)
-            records = []
-            for side in self.sides:
-                _set_random_state(self.device, states)
-                records.append([*self._one_step(side, step), *_random_state(self.device)])
-            difference = _first_difference(*records)
+            self.states.append(_random_state(self.device))
+            difference = self._compared_step(self.sides, step)
             if difference is not None:
-                return self._verdict(False, step + 1, f"step {step}: {difference}")
+                return self._verdict(False, step + 1, f"step {step}: {difference}{self._eager_spread(step)}")
             self._note_progress(before)
+            self.inputs.forget()
         return self._verdict(*self._proof(steps))
+
+    def _compared_step(self, sides: tuple[_Side, _Side], step: int) -> str | None:
+        """One step of both sides from the same random state; the first difference."""
+        records = []
+        for side in sides:
+            _set_random_state(self.device, self.states[step])
+            records.append([*self._one_step(side, step), *_random_state(self.device)])
+        return _first_difference(*records)
+
+    def _eager_spread(self, last: int) -> str:
+        """After a difference: whether eager differs from itself by then, in which case it is no judge."""
+        sides = (self._eager_side(), self._eager_side())
+        for step in range(last + 1):
+            self.inputs.forget()
+            found = self._compared_step(sides, step)
+            if found is not None:
+                return (
+                    f". But eager differs from itself as well (step {step}: {found.replace('graphed', 'eager')}): a kernel is not "
+                    "deterministic; name it and choose another, or compare under graphcap.testing.deterministic"
+                )
+        return ""
+
+    def _eager_side(self) -> _Side:
+        chunks, root, _ = as_chunks(self.build(), self.order if self.ordered else None)
+        _load(root, self.start)
+        return _Side("eager", root, Steps(self.order, _eager_call(chunks)), self.optimizer)
 
     def _one_step(self, side: _Side, step: int) -> list[tuple[str, torch.Tensor | Any]]:
         """Run one pass of the order and the optimizer; everything that is to be compared, by name."""
@@ -273,6 +334,10 @@ class _Twins:
 
     def _proof(self, steps: int) -> tuple[bool, int, str]:
         """Equal, but could it have failed?"""
+        stats = self.graphed.stats
+        if stats.replays == 0:
+            reasons = ", ".join(stats.eager) or "no call reached it"
+            return False, steps, f"no graph was ever replayed ({reasons}), so eager was compared with eager"
         if self.grad_mode and not self.expect_no_grads:
             trainable = [name for name, p in self.sides[0].parameters.items() if p.requires_grad]
             if not trainable:
@@ -364,14 +429,14 @@ def _kind(value: Any) -> str:
     return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _random_state(device: torch.device) -> list[tuple[str, torch.Tensor]]:
+def _random_state(device: torch.device) -> RandomState:
     states = [("the random state", torch.get_rng_state())]
     if device.type == "cuda":
         states.append((f"the random state of {device}", torch.get_device_module(device).get_rng_state(device)))
     return states
 
 
-def _set_random_state(device: torch.device, states: list[tuple[str, torch.Tensor]]) -> None:
+def _set_random_state(device: torch.device, states: RandomState) -> None:
     torch.set_rng_state(states[0][1])
     for _, state in states[1:]:
         torch.get_device_module(device).set_rng_state(state, device)

@@ -69,6 +69,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._registry = registry
         self._touched: dict[int, Memory] = {}
         self._snapshot = Snapshot()
+        self._random_state = torch.default_generator.get_state()
 
     # --- recording ---
 
@@ -92,6 +93,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._admit(func, args, kwargs)
         self.gate.operator(func, args, kwargs)
         self._refuse_host_operand(func, args, kwargs)
+        self._refuse_set_seed(func)
         sources = [self._memory(tensor) for tensor in tensors_in(args, kwargs)]
         try:
             result = func(*args, **kwargs)
@@ -100,8 +102,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise
             # The kernel refuses poison (a probability that is NaN, a division by 0); real values come at the replay.
             result = fake_outputs(func, args, kwargs, error)
+        self._random_state = torch.default_generator.get_state()
         self._write_down(func, args, kwargs, sources, result)
         return result
+
+    def _refuse_set_seed(self, func: torch._ops.OpOverload) -> None:
+        """Python that sets the random state does not run at a replay (CUDA raises when a seed is set in a capture)."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return
+        if not torch.equal(torch.default_generator.get_state(), self._random_state):
+            self.gate.refuse(
+                str(func),
+                "the random state was set inside the capture (manual_seed, set_rng_state, fork_rng), which no replay does",
+                "draw the numbers outside and pass them in, or make it an EAGER part",
+            )
 
     def _admit(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse tensors that the tape can't describe by address, and what would change the size of outside memory."""
