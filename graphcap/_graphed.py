@@ -20,6 +20,7 @@ from graphcap import _torch_private as private
 from graphcap._capture import CaptureSet
 from graphcap._plan import CapturePlan, Layers, UnitPlan
 from graphcap._replay import BoundSet, Flight, Slot
+from graphcap._step_guard import StepGuard, read_by_eager_alone
 from graphcap._steps import Steps, run_plain
 from graphcap._tensors import flatten, tensors_of
 from graphcap.backends.base import Backend
@@ -83,20 +84,17 @@ class Runner:
         self.closed = False
         self.eager_depth = 0
 
-    def _guard(self, index: int, unit: UnitPlan, lazy: set[tuple[int, str]]) -> _guards.StepGuard:
-        whole = all(part.kind.value == "graphed" for part in unit.parts)
-        visited: set[int] = set()
-        used: set[int] = set()
-        for bound in self.sets[index]:
-            visited |= bound.facts.graphed_modules
-            used |= bound.facts.used_parameters
+    def _guard(self, index: int, unit: UnitPlan, lazy: set[tuple[int, str]]) -> StepGuard:
+        modules = _guards.modules_of(unit.layers)
+        facts = [bound.facts for bound in self.sets[index]]
         own = {id(layer) for layer in unit.program.partial_layers}
-        return _guards.StepGuard(
-            _guards.modules_of(unit.layers),
-            lambda m: whole or id(m) in visited or id(m) in own,
-            used,
-            set() if whole else own,
-            lazy,
+        graphed = own.union(*(f.graphed_modules for f in facts))
+        return StepGuard(
+            modules,
+            _guards.eager_only(modules, graphed, set().union(*(f.eager_modules for f in facts))),
+            set().union(*(f.used_parameters for f in facts)),
+            set().union(*(f.read_addresses for f in facts)),
+            lazy.union(read_by_eager_alone(unit.program.calls), *(f.changed_by_eager for f in facts)),
         )
 
     # ------------------------------------------------------------------------------------------------------- a call

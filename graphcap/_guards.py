@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphcap._tensors import flatten, tensor_problem, tensors_of
-from graphcap.errors import CutError, HookError, PlanError, SampleError, StateError
+from graphcap.errors import CutError, HookError, PlanError, SampleError
 
 Layers = Sequence[Callable[..., Any]]
 
@@ -310,10 +309,14 @@ def kept_autocast() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def plain_attributes(modules: Iterable[nn.Module]) -> dict[tuple[int, str], tuple[str, Any]]:
-    """Host state whose change at every call would be lost at replay: attributes that are numbers, texts, bound tensors,
-    or lists and dicts of these; and Python's and NumPy's random generators."""
-    found: dict[tuple[int, str], tuple[str, Any]] = {
+Attributes = dict[tuple[int, str], tuple[str, Any]]  # (id of the module, name) -> (what to call it, state)
+
+
+def plain_attributes(modules: Iterable[nn.Module]) -> Attributes:
+    """Host state of modules: numbers, texts, bound tensors, functions, containers and plain objects (see `frozen_form`);
+    and Python's and NumPy's random generators. What has an empty label is only watched after capture: changing it at
+    every call is not refused (private containers, such as caches, and objects)."""
+    found: Attributes = {
         (0, name): (f"the state of the generator {name}", state) for name, state in _host_generators().items()
     }
     for module in (m for top in modules for m in top.modules()):
@@ -328,9 +331,43 @@ def plain_attributes(modules: Iterable[nn.Module]) -> dict[tuple[int, str], tupl
             elif type(value) in (list, dict) and not name.startswith("_"):
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 found[id(module), name] = (label, [(k, v if isinstance(v, _SIMPLE) else id(v)) for k, v in items])
+            elif name not in MODULE_TABLES:
+                found[id(module), name] = ("", frozen_form(value))
         for name, buffer in module._buffers.items():
             found[id(module), name] = (f"the attribute {type(module).__name__}.{name}", id(buffer))
     return found
+
+
+MODULE_TABLES = frozenset(vars(nn.Module())) - {"training"}
+LARGEST = 256  # entries of a container, fields of an object: larger ones are compared by identity and length
+
+
+def frozen_form(value: Any) -> Any:
+    """What is compared of a value: itself if it is simple, else its identity, and one level of its contents."""
+    if isinstance(value, _SIMPLE):
+        return value
+    parts = contents(value)
+    return id(value), None if parts is None else [(k, v if isinstance(v, _SIMPLE) else id(v)) for k, v in parts]
+
+
+def contents(value: Any) -> list[tuple[Any, Any]] | None:
+    """One level of a container (by index or key), or the simple fields of a plain object; None of anything else."""
+    if isinstance(value, list | tuple):
+        return list(enumerate(value)) if len(value) <= LARGEST else None
+    if isinstance(value, dict):
+        return list(value.items()) if len(value) <= LARGEST else None
+    if is_plain_object(value):
+        return [(k, v) for k, v in list(vars(value).items())[:LARGEST] if isinstance(v, _SIMPLE | tuple)]
+    return None
+
+
+def is_plain_object(value: Any) -> bool:
+    """A dataclass, a namespace, a config: an object of a class of somebody's own, which holds values and does nothing."""
+    kind = type(value)
+    if isinstance(value, type | nn.Module | torch.Tensor) or callable(value) or not hasattr(value, "__dict__"):
+        return False
+    root = kind.__module__.partition(".")[0]
+    return kind.__name__ in ("SimpleNamespace", "Namespace") or root not in (*sys.stdlib_module_names, "torch")
 
 
 def _host_generators() -> dict[str, Any]:
@@ -349,18 +386,14 @@ def _set_host_generators(states: dict[str, Any]) -> None:
         numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
 
 
-def changed_attributes(
-    before: dict[tuple[int, str], tuple[str, Any]], after: dict[tuple[int, str], tuple[str, Any]]
-) -> set[tuple[int, str]]:
+def changed_attributes(before: Attributes, after: Attributes) -> set[tuple[int, str]]:
     """Which attributes (id of the module, name) are not what they were: lazy state that a first run has filled."""
     return {key for key in before if key not in after or after[key] != before[key]}
 
 
-def refuse_host_effects(
-    before: dict[tuple[int, str], tuple[str, Any]], after: dict[tuple[int, str], tuple[str, Any]], part: str
-) -> None:
+def refuse_host_effects(before: Attributes, after: Attributes, part: str) -> None:
     for key, (label, value) in after.items():
-        if key not in before or before[key][1] != value:
+        if label and (key not in before or before[key][1] != value):
             raise CutError(
                 f"part {part}: its Python changes {label} at every call. Python does not run at replay, so the graph would "
                 "repeat what it did at capture. Move this work into an EAGER part, keep the value in a buffer that is "
@@ -369,6 +402,39 @@ def refuse_host_effects(
 
 
 # ------------------------------------------------------------------------------------- which modules a part has called
+
+
+def eager_only(modules: Iterable[nn.Module], graphed: Container[int], eager: Container[int]) -> set[int]:
+    """The ids of the modules that are the business of EAGER parts: those called there alone, what lies beside them in the
+    same ModuleList or ModuleDict (an expert without tokens is not called in warm-up), and everything below them that no
+    graphed part calls."""
+    found: set[int] = set()
+
+    def called(module: nn.Module) -> tuple[bool, bool]:
+        """Whether graphed parts, and whether only EAGER parts, call anything of it. Marks what is theirs."""
+        in_graphs, alone = id(module) in graphed, id(module) in eager and id(module) not in graphed
+        children = [(child, *called(child)) for child in module._modules.values() if child is not None]
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if is_list and any(id(child) in found for child, _, _ in children):
+            found.update(id(child) for child, graphs, _ in children if not graphs)
+        in_graphs = in_graphs or any(graphs for _, graphs, _ in children)
+        below = any(only for _, _, only in children)
+        if alone or (is_list and below and not in_graphs):
+            found.add(id(module))
+        return in_graphs, alone or below
+
+    def spread(module: nn.Module, inside: bool) -> None:
+        inside = id(module) not in graphed and (inside or id(module) in found)
+        if inside:
+            found.add(id(module))
+        for child in module._modules.values():
+            if child is not None:
+                spread(child, inside)
+
+    for top in modules:
+        called(top)
+        spread(top, False)
+    return found
 
 
 @contextmanager
@@ -386,115 +452,3 @@ def visited_modules() -> Iterator[set[int]]:
         yield seen
     finally:
         handle.remove()
-
-
-# -------------------------------------------------------------------------------------- what must not change afterwards
-
-
-@dataclass(slots=True)
-class _Watched:
-    table: dict[str, Any]
-    key: str
-    name: str
-    tensor: torch.Tensor
-    address: int
-    requires_grad: bool
-
-
-class StepGuard:
-    """Compares identity and address of parameters and buffers, and the structure of modules, with what was captured.
-
-    One pass per step. A graph reads memory where it was; a weight that has moved would be read stale. Numbers, flags
-    and texts of the modules are frozen in the graph, so they are compared too, but for those of `own` (modules that an
-    eager part may change) and those in `lazy` (what the first run fills).
-    """
-
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        graphed: Callable[[nn.Module], bool],
-        used: set[int],
-        own: set[int],
-        lazy: set[tuple[int, str]],
-    ) -> None:
-        self._watched: list[_Watched] = []
-        self._constants: list[tuple[dict[str, Any], str, str, Any]] = []
-        self._children: list[tuple[nn.Module, str, str, nn.Module]] = []
-        self._hooked: dict[int, tuple[str, nn.Module, int]] = {}
-        for top in modules:
-            for path, module in top.named_modules():
-                inside = graphed(module)
-                for table in (module._parameters, module._buffers):
-                    for key, tensor in table.items():
-                        if tensor is not None and (inside or id(tensor) in used):
-                            name = f"{path}.{key}" if path else key
-                            entry = _Watched(table, key, name, tensor, tensor.data_ptr(), tensor.requires_grad)
-                            self._watched.append(entry)
-                if inside:
-                    self._watch_attributes(module, path, id(module) in own, lazy)
-                    for key, child in module._modules.items():
-                        if child is not None and graphed(child):
-                            self._children.append((module, key, f"{path}.{key}" if path else key, child))
-                    if module is not top:
-                        self._hooked[id(module)] = (path, module, _hook_count(module))
-
-    def _watch_attributes(self, module: nn.Module, path: str, is_own: bool, lazy: set[tuple[int, str]]) -> None:
-        for key, value in vars(module).items():
-            if key == "_is_full_backward_hook" or (id(module), key) in lazy or (is_own and key != "training"):
-                continue
-            name = f"{path}.{key}" if path else key
-            if isinstance(value, torch.Tensor):
-                watched = _Watched(vars(module), key, name, value, value.data_ptr(), value.requires_grad)
-                self._watched.append(watched)
-            elif isinstance(value, _SIMPLE):
-                self._constants.append((vars(module), key, name, value))
-
-    def check(self) -> None:
-        """Raises StateError naming the first difference."""
-        for table, key, name, value in self._constants:
-            now = table.get(key)
-            if now is not value and now != value:
-                raise StateError(
-                    f"{name} was {value!r} at capture and is {now!r} now, but Python does not run at replay, so the graph "
-                    "would go on with the old value. Undo that, keep the value in a buffer that is changed in place, or "
-                    "capture again: close() and graphcap.capture()"
-                )
-        for entry in self._watched:
-            now = entry.table.get(entry.key)
-            if now is not entry.tensor:
-                raise _moved(entry.name, "was replaced by another tensor (load_state_dict(assign=True)? a swap?)")
-            if entry.tensor.data_ptr() != entry.address:
-                raise _moved(entry.name, "has moved to other memory (module.to()? an optimizer that rebinds .data?)")
-            if entry.tensor.requires_grad != entry.requires_grad:
-                raise _moved(entry.name, f"has requires_grad={entry.tensor.requires_grad} now")
-        for owner, key, name, child in self._children:
-            if owner._modules.get(key) is not child:
-                raise _moved(name, "is another module now")
-        self._warn_of_hooks()
-
-    def _warn_of_hooks(self) -> None:
-        for key, (path, module, count) in self._hooked.items():
-            now = _hook_count(module)
-            if now > count:
-                self._hooked[key] = (path, module, now)
-                warnings.warn(
-                    f"{path} got a hook after capture, but lies inside a graphed part: the hook will not run. Register "
-                    "it before capture, or put it on the captured module or on an eager part",
-                    stacklevel=5,
-                )
-
-
-def _hook_count(module: nn.Module) -> int:
-    return (
-        len(module._forward_pre_hooks)
-        + len(module._forward_hooks)
-        + len(module._backward_hooks)
-        + len(module._backward_pre_hooks)
-    )
-
-
-def _moved(name: str, what: str) -> StateError:
-    return StateError(
-        f"{name} {what}, but the graph reads the memory it was captured with. Undo that, change values in place "
-        "(copy_), or capture again: close() and graphcap.capture()"
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphcap import _guards
+from graphcap._crossings import Crossings
 from graphcap._parts import (
     OutIndex,
     Running,
@@ -33,7 +34,7 @@ from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_ke
 from graphcap._tensors import Structure, TensorSpec, flatten, same_constant, static_copy, tensors_of
 from graphcap.backends.base import Backend
 from graphcap.errors import CutError, GraphcapError, SampleError, WarmupError
-from graphcap.partial_layer import GRAPHED, Opened
+from graphcap.partial_layer import EAGER, GRAPHED, Opened, PartialLayer, PartKind
 
 Pattern = tuple[bool, ...]  # per differentiable output of a part: does a gradient arrive
 
@@ -91,14 +92,21 @@ class PartFacts:
 
 @dataclass(frozen=True, slots=True)
 class UnitFacts:
-    """What was seen of one unit with one signature of arguments."""
+    """What was seen of one unit with one signature of arguments.
+
+    graphed_modules, eager_modules: ids of the modules that parts of each kind called. read_addresses: of the tensors that
+    graphed parts of a declared cut read. changed_by_eager: attributes (id of the module, name) that EAGER parts changed.
+    """
 
     unit: UnitPlan
     parts: tuple[PartFacts, ...]
     grad: bool
     reentrant: bool
     graphed_modules: frozenset[int]
+    eager_modules: frozenset[int]
     used_parameters: frozenset[int]
+    read_addresses: frozenset[int]
+    changed_by_eager: frozenset[tuple[int, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +141,14 @@ def _unit_facts(
     modules = _guards.modules_of(unit.layers)
     reentrant = False
     previous: list[PartFacts] | None = None
+    changed: set[tuple[int, str]] = set()
     for iteration in range(plan.config.warmup):
         last = iteration == plan.config.warmup - 1
         try:
             seen = _Pass(unit, sample, parameters, grad, modules, reentrant)
             seen.forward(watch=iteration > 0)
             facts, reentrant = seen.backward(keep_values=last)
+            changed |= seen.changed_by_eager
         except GraphcapError:
             raise
         except Exception as error:
@@ -151,9 +161,44 @@ def _unit_facts(
             _refuse_change(previous, facts)
         previous = facts
     assert previous is not None
+    graphed, eager, used = seen.graphed_modules, seen.eager_modules, frozenset(seen.used_parameters)
+    read: set[int] = set()
+    if unit.program.trace is None and any(part.kind is not GRAPHED for part in unit.parts):
+        reads = _observed(unit, sample, parameters, grad, modules)
+        read = reads[GRAPHED]
+        eager = eager | _holders(modules, reads[EAGER] - read)
     return UnitFacts(
-        unit, tuple(previous), grad, reentrant, frozenset(seen.graphed_modules), frozenset(seen.used_parameters)
+        unit, tuple(previous), grad, reentrant, frozenset(graphed), frozenset(eager), used, frozenset(read), frozenset(changed)
     )
+
+
+def _observed(
+    unit: UnitPlan, sample: Sample, parameters: _guards.Parameters, grad: bool, modules: Sequence[torch.nn.Module]
+) -> dict[PartKind, set[int]]:
+    """One more forward, for detector D2; which addresses each kind of part reads."""
+    run = _Pass(unit, sample, parameters, grad, modules, reentrant=False)
+    run.crossings = Crossings(modules, tensors_of(flatten((run.args, run.kwargs))[0]))
+    try:
+        with run.crossings:
+            run.forward(watch=False)
+    except GraphcapError:
+        raise
+    except Exception as error:
+        raise WarmupError(
+            f"the warm-up run of {unit.title} that looks at every operator (in a TorchDispatchMode) failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return run.crossings.reads
+
+
+def _holders(modules: Sequence[torch.nn.Module], addresses: set[int]) -> set[int]:
+    """The ids of the modules (none of them a PartialLayer) that hold a tensor at one of these addresses."""
+    return {
+        id(module)
+        for module in (m for top in modules for m in top.modules())
+        if not isinstance(module, PartialLayer)
+        and any(t is not None and t.data_ptr() in addresses for t in (*module._parameters.values(), *module._buffers.values()))
+    }
 
 
 class _Pass:
@@ -175,7 +220,10 @@ class _Pass:
         self.sources: dict[int, tuple[int, int]] = {}
         self.running: list[Running] = []
         self.graphed_modules: set[int] = set()
+        self.eager_modules: set[int] = set()
         self.used_parameters: set[int] = set()
+        self.changed_by_eager: set[tuple[int, str]] = set()
+        self.crossings: Crossings | None = None
         self._alive: list[Any] = []
 
     def forward(self, *, watch: bool) -> None:
@@ -194,18 +242,34 @@ class _Pass:
     @contextmanager
     def _running(self, part: PartPlan, watch: bool) -> Iterator[Opened]:
         """One part; its calls run inside."""
-        before = _guards.plain_attributes(self.modules) if watch and part.kind is GRAPHED else None
+        eager = part.kind is not GRAPHED
+        before = _guards.plain_attributes(self.modules) if watch or eager else None
         running, scope = open_part(part, self.env, self._proxy)
-        with in_place_words(part):
+        with in_place_words(part), self._looked_at(part, running), ExitStack() as stack:
+            visited = stack.enter_context(_guards.visited_modules()) if eager else set()
             yield Opened(scope)
         close_part(running, scope, self.env)
-        if before is not None:
+        self.eager_modules |= visited
+        if before is not None and eager:
+            self.changed_by_eager |= _guards.changed_attributes(before, _guards.plain_attributes(self.modules))
+        elif before is not None:
             _guards.refuse_host_effects(before, _guards.plain_attributes(self.modules), part.name)
+        if self.crossings is not None:
+            self.crossings.made(part.name, part.kind, running.proxies, running.made)
         for place, tensor in enumerate(running.made):
             if running.returned[place] is None:
                 self.sources[id(tensor)] = (part.index, place)
         self._alive.append(running)  # ids are only names while their objects live
         self.running.append(running)
+
+    @contextmanager
+    def _looked_at(self, part: PartPlan, running: Running) -> Iterator[None]:
+        """Under detector D2, if this pass has it. A cast that autocast made in one part is not for another."""
+        if self.crossings is None:
+            yield
+            return
+        with _guards.kept_autocast(), self.crossings.part(part.name, part.kind, running.proxies):
+            yield
 
     def _proxy(self, tensor: torch.Tensor) -> torch.Tensor:
         return proxy_of(tensor, tensor.requires_grad and self.grad)

@@ -19,8 +19,8 @@ from torch import nn
 
 from graphcap._parts import loss_of
 from graphcap._steps import Steps, run_plain
-from graphcap._tensors import flatten, paths, static_copy, unflatten
-from graphcap.errors import PlanError
+from graphcap._tensors import flatten, paths, static_copy, tensor_problem, unflatten
+from graphcap.errors import PlanError, SampleError
 from graphcap.make_graphed import as_chunks, capture
 from graphcap.order import Order, Phase, Step
 
@@ -142,6 +142,10 @@ class _Drawn:
         self._inputs = inputs
         self._known: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
+    def draw(self, indices: Iterable[int]) -> None:
+        """Ask for these, before any side runs: they may come from the generator that the sides draw from as well."""
+        self._known = {index: self._known.get(index) or self._inputs(index) for index in indices}
+
     def __call__(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if index not in self._known:
             self._known[index] = self._inputs(index)
@@ -149,12 +153,14 @@ class _Drawn:
         args, kwargs = unflatten(structure, [_leaf_copy(leaf) for leaf in leaves])
         return args, kwargs
 
-    def forget(self) -> None:
-        self._known.clear()
-
 
 def _leaf_copy(leaf: Any) -> Any:
-    return static_copy(leaf).requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+    if not isinstance(leaf, torch.Tensor) or tensor_problem(leaf):
+        return leaf  # capture says what is wrong with it
+    try:
+        return static_copy(leaf).requires_grad_(leaf.requires_grad)
+    except SampleError:  # elements that share memory: likewise
+        return leaf
 
 
 def _host_copies(root: nn.Module) -> list[torch.Tensor]:
@@ -185,7 +191,6 @@ class _Twins:
         module = build()
         twin = copy.deepcopy(module)
         self.build, self.start = build, _host_copies(as_chunks(module, None if order is None else self.order)[1])
-        self.states: list[RandomState] = []
         twin_chunks, twin_root, _ = as_chunks(twin, None if order is None else self.order)
         self.device = next((p.device for p in twin_root.parameters()), torch.device("cpu"))
         with torch.set_grad_enabled(grad_mode):
@@ -207,19 +212,19 @@ class _Twins:
             return self._verdict(False, 0, f"capture: {self.disturbed}")
         for step in range(steps):
             before = {name: p.detach().clone() for name, p in self.sides[0].parameters.items()}
-            self.states.append(_random_state(self.device))
             difference = self._compared_step(self.sides, step)
             if difference is not None:
                 return self._verdict(False, step + 1, f"step {step}: {difference}{self._eager_spread(step)}")
             self._note_progress(before)
-            self.inputs.forget()
         return self._verdict(*self._proof(steps))
 
     def _compared_step(self, sides: tuple[_Side, _Side], step: int) -> str | None:
-        """One step of both sides from the same random state; the first difference."""
+        """One step of both sides from the same inputs and random state; the first difference."""
+        self.inputs.draw(range(step * self.order.microbatches, (step + 1) * self.order.microbatches))
         records = []
+        states = _random_state(self.device)
         for side in sides:
-            _set_random_state(self.device, self.states[step])
+            _set_random_state(self.device, states)
             records.append([*self._one_step(side, step), *_random_state(self.device)])
         return _first_difference(*records)
 
@@ -227,7 +232,6 @@ class _Twins:
         """After a difference: whether eager differs from itself by then, in which case it is no judge."""
         sides = (self._eager_side(), self._eager_side())
         for step in range(last + 1):
-            self.inputs.forget()
             found = self._compared_step(sides, step)
             if found is not None:
                 return (
