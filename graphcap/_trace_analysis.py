@@ -44,6 +44,7 @@ class Analysis(Owners):
         self._records: list[BreakRecord] = []
         self._unseen: set[str] = set()
         self._values: list[Value] = []
+        self._left: list[tuple[Value, private.StorageKey]] = []  # memory that a clone has taken the place of
         self._mode = Mode(self)
         self._output: tuple[Any, tuple[Any, ...]] | None = None
 
@@ -111,7 +112,8 @@ class Analysis(Owners):
             value.homes.clear()
         self.owners.clear()
         gc.collect()
-        alive = []
+        # Who still holds memory that eager would have changed in place would see the change.
+        alive = [value for value, key in self._left if not key.is_gone()]
         for value in self._values:
             tensor = value.origin()
             if value.made >= 0 and tensor is not None:
@@ -149,6 +151,13 @@ class Analysis(Owners):
         owner = self.own(proxy, self.stretch)
         owner.place = value.place
         if (value.name, self.stretch) in self.cloned:
+            if value.root in self.allowed:
+                raise CutError(
+                    f"a view of a buffer or parameter, taken before a break, is changed in place after it\n  taken at "
+                    f"{line_text(value.place)}\n  changed in the stretch that uses it at {line_text(user_place())}\n  Way out: take "
+                    "the view after the break"
+                )
+            self._left.append((value, self.owners[value.root].key))
             owner.clone_of = value.root
             value.name, value.made, value.root, value.homes = (
                 f"{value.name}@{self.stretch}",

@@ -767,6 +767,38 @@ class _StaleBuffer(Base):
         return self.b(y) + v
 
 
+@refused("a view of a buffer, changed behind a break", "view of a buffer")
+class _BufferViewChanged(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.state[:]
+        y = self.brk(self.a(x) + v)
+        v.add_(1)
+        return self.b(y) + v
+
+
+class _KeepsBase(Break):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x).detach()
+        HOLDER["base"] = y
+        return y.view(-1)
+
+
+@refused("a stretch that changes a view of what a break keeps", "kept by")
+class _KeptBase(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _KeepsBase()
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.brk(self.a(x))
+        v.mul_(2)
+        return self.b(v.view(4, WIDTH))
+
+
 class _Cache(Break):
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)

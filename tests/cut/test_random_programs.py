@@ -8,15 +8,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from graphcap.errors import CutError, GraphcapError, WarmupError
 from graphcap.testing import compare, deterministic
 from tests.cut.cases import WIDTH, Break, Twice, drawn
 
 Op = tuple[str, int, int]
+# Drawn evenly; what is written twice comes more often.
 KINDS = (
     "linear", "tanh", "add", "mul", "view", "narrow", "expand", "t", "detach", "break", "break2", "add_", "mul_", "setitem",
-    "view_add_", "dropout", "no_grad", "function", "clone", "cast", "contiguous", "cat", "bn", "output", "sub", "scale", "break",
+    "view_add_", "dropout", "no_grad", "function", "clone", "cast", "contiguous", "cat", "bn", "output", "sub", "scale",
+    "break", "unbind", "checkpoint", "autocast", "buffer", "where", "nested", "pair", "inner_break",
 )
 operations = st.tuples(st.sampled_from(KINDS), st.integers(0, 7), st.integers(0, 7))
 
@@ -30,6 +33,7 @@ class Program(nn.Module):
         self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.brk, self.brk2 = Break(), Pair()
         self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("state", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Any:
         values = [x, self.linears[0](x)]
@@ -79,11 +83,35 @@ class Program(nn.Module):
         if kind == "no_grad":
             with torch.no_grad():
                 return u * 0.3 if b % 2 else self.brk(full * 0.5)
+        if kind in ("unbind", "checkpoint", "autocast", "buffer", "where", "nested", "pair", "inner_break"):
+            return self.more(kind, u, v, b)
         if kind == "cast":
             return u.to(torch.bfloat16).float()
         if kind in ("tanh", "detach", "clone", "contiguous"):
             return getattr(u, kind)()
         return self.in_place(kind, u, v, b)
+
+    def more(self, kind: str, u: Tensor, v: Tensor, b: int) -> Any:
+        full = u.expand(4, WIDTH)
+        if kind == "unbind":
+            return full.unbind(0)[:2]
+        if kind == "checkpoint":
+            return checkpoint(lambda t: torch.sin(t * 0.5) * v + self.linears[b % 2](t), u, use_reentrant=b % 3 == 0)
+        if kind == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                made = self.linears[b % 2](full)
+                return (self.brk(made * 0.5) if b % 3 == 0 else made).float()
+        if kind == "buffer":
+            self.state.add_(0.1)
+            return (u + self.state, self.state[:]) if b % 2 else u * self.state
+        if kind == "where":
+            return torch.where(u > 0, u, v * 0.5)
+        if kind == "nested":
+            return self.brk2(full * 0.5, {"v": [v, None]}["v"][0])[b % 3]
+        if kind == "pair":
+            return torch.stack([u.expand(4, WIDTH), v.expand(4, WIDTH)]).sum(0), u[..., ::2].repeat(1, 2)[..., :WIDTH]
+        with torch.no_grad():
+            return self.brk2(full * 0.5, v)
 
     def in_place(self, kind: str, u: Tensor, v: Tensor, b: int) -> Any:
         if kind == "add_":
