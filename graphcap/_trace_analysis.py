@@ -154,8 +154,8 @@ class Analysis(Owners):
             if value.root in self.allowed:
                 raise CutError(
                     f"a view of a buffer or parameter, taken before a break, is changed in place after it\n  taken at "
-                    f"{line_text(value.place)}\n  changed in the stretch that uses it at {line_text(user_place())}\n  Way out: take "
-                    "the view after the break"
+                    f"{line_text(value.place)}\n  changed in the stretch that uses it at {line_text(user_place())}\n"
+                    "  Way out: take the view after the break"
                 )
             self._left.append((value, self.owners[value.root].key))
             owner.clone_of = value.root
@@ -182,7 +182,8 @@ class Analysis(Owners):
             with torch.enable_grad():
                 return strided_clone(made.detach().requires_grad_(True))
         except SampleError as error:
-            raise CutError(f"a tensor that crosses a break can't be copied: {error}\n  at {line_text(user_place())}") from error
+            where = line_text(user_place())
+            raise CutError(f"a tensor that crosses a break can't be copied: {error}\n  at {where}") from error
         finally:
             self.quiet = quiet
 
@@ -257,7 +258,9 @@ class Analysis(Owners):
         kind = self.device.type
         return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-    def _break_arguments(self, leaves: list[Any], number: int) -> tuple[list[Any], dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+    def _break_arguments(
+        self, leaves: list[Any], number: int
+    ) -> tuple[list[Any], dict[int, tuple[torch.Tensor, torch.Tensor]]]:
         """Copies for the break, one per value; and by the copy's id what the user passed."""
         given: list[Any] = []
         copies: dict[int, torch.Tensor] = {}

@@ -106,6 +106,7 @@ class Owners(Trace):
         self.owners: dict[int, Owner] = {}
         self.clock = 0
         self._dead: dict[int, Place] = {}
+        self._written: dict[int, tuple[int, Place]] = {}  # any memory: when it was changed last, and where
         self._changed: dict[int, tuple[int, Place]] = {}  # memory of modules and of breaks: when, and where
 
     def own(self, tensor: torch.Tensor, stretch: int) -> Owner:
@@ -119,9 +120,21 @@ class Owners(Trace):
         when, place = self._changed.get(value.root, (0, None))
         if value.born < when:
             raise CutError(
-                f"{what} shares memory with a buffer, a parameter or a break's own tensor that was changed in place since\n  made "
-                f"at {line_text(value.place)}\n  changed at {line_text(place)}\n  used again at {line_text(user_place())}\n"
-                "  Way out: read it again after the change, or clone it"
+                f"{what} shares memory with a buffer, a parameter or a break's own tensor that was changed in place since\n"
+                f"  made at {line_text(value.place)}\n  changed at {line_text(place)}\n\n"
+                f"  used again at {line_text(user_place())}\n  Way out: read it again after the change, or clone it"
+            )
+        self._refuse_stale_view(value, what)
+
+    def _refuse_stale_view(self, value: Value, what: str) -> None:
+        """torch gives a view that requires grad its new history when it is asked for it: in eager behind the break, here in
+        front of it, so gradients would be added in another order."""
+        when, place = self._written.get(value.root, (0, None))
+        tensor = value.now()
+        if value.born < when and tensor.requires_grad and tensor._is_view():
+            raise CutError(
+                f"{what} is a view that was changed in place, or whose base was, after it was taken\n  taken at {line_text(value.place)}\n"
+                f"  changed at {line_text(place)}\n  used at {line_text(user_place())}\n  Way out: take the view after the change"
             )
 
     def refuse_dead(self, root: int, place: Place, what: str) -> None:
@@ -174,9 +187,10 @@ class Owners(Trace):
     def _note_change(self, tensor: torch.Tensor) -> None:
         key = private.storage_key(tensor)
         owner = self.owners.get(key)
+        self.clock += 1
+        self._written[key if owner is None else owner.root] = (self.clock, user_place())
         foreign = owner is None if self.inside is None else owner is None or owner.inside != self.inside
         if foreign:
-            self.clock += 1
             self._changed[key if owner is None else owner.root] = (self.clock, user_place())
 
     def _is_known(self, tensor: torch.Tensor) -> bool:

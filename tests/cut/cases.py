@@ -306,6 +306,17 @@ class _NoGradInPlace(Base):
         return self.b(h + y) + h
 
 
+@refused("a view that is changed itself before the break, used behind it", "is a view that was changed")
+class _FreshView(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        m = self.a(x) * 1
+        v = m.view(-1)
+        v += 0.5
+        v[:3] = 1
+        y = self.brk(self.b(m))
+        return (m - y) * v.view(4, WIDTH) + m
+
+
 @equal("an expanded tensor without gradient, changed in place through a view behind the break")
 class _ExpandedInPlace(Base):
     def forward(self, x: Tensor) -> Tensor:
@@ -765,6 +776,16 @@ class _StaleBuffer(Base):
         y, v = self.brk(self.a(x))
         self.brk.state.add_(1)
         return self.b(y) + v
+
+
+@refused("a view taken before its base changes, both before the break, used behind it", "is a view that was changed")
+class _LateHistory(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        m = self.a(x) * 1
+        v = m.t().t()
+        m[..., ::2].add_(0.1)
+        y = self.brk(self.b(m))
+        return (m - y) * v + m
 
 
 @refused("a view of a buffer, changed behind a break", "view of a buffer")
