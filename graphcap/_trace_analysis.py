@@ -44,6 +44,7 @@ class Analysis(Owners):
         self._records: list[BreakRecord] = []
         self._unseen: set[str] = set()
         self._values: list[Value] = []
+        self._given: list[tuple[str, private.StorageKey]] = []  # what breaks got, and which
         self._left: list[tuple[Value, private.StorageKey]] = []  # memory that a clone has taken the place of
         self._mode = Mode(self)
         self._output: tuple[Any, tuple[Any, ...]] | None = None
@@ -120,6 +121,10 @@ class Analysis(Owners):
                 alive.append(value)
         return alive
 
+    def keepers(self) -> list[str]:
+        """Breaks whose arguments are alive although the run is over; call it after `escaped`."""
+        return [title for title, key in self._given if not key.is_gone()]
+
     # ---------------------------------------------------------------------------------------------------------- values
 
     def new_value(self, tensor: torch.Tensor, name: str, made: int, place: Place) -> Value:
@@ -150,6 +155,7 @@ class Analysis(Owners):
         proxy = self._copy(source)
         owner = self.own(proxy, self.stretch)
         owner.place = value.place
+        self.held.add(private.storage_key(proxy))
         if (value.name, self.stretch) in self.cloned:
             if value.root in self.allowed:
                 raise CutError(
@@ -235,7 +241,7 @@ class Analysis(Owners):
         recorded = tuple(
             self._leaf(leaf, what) if isinstance(leaf, torch.Tensor) else _checked(leaf, what) for leaf in leaves
         )
-        given, raw = self._break_arguments(leaves, number)
+        given, raw = self._break_arguments(target.title, leaves, number)
         before = [tensor._version for tensor in given if isinstance(tensor, torch.Tensor)]
         new_args, new_kwargs = unflatten(structure, given)
         state = (torch.is_grad_enabled(), self._autocast())
@@ -259,7 +265,7 @@ class Analysis(Owners):
         return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
     def _break_arguments(
-        self, leaves: list[Any], number: int
+        self, title: str, leaves: list[Any], number: int
     ) -> tuple[list[Any], dict[int, tuple[torch.Tensor, torch.Tensor]]]:
         """Copies for the break, one per value; and by the copy's id what the user passed."""
         given: list[Any] = []
@@ -276,6 +282,7 @@ class Analysis(Owners):
                 owner = self.own(copy, self.stretch)
                 owner.root, owner.inside = value.root, number
                 raw[id(copy)] = (copy, leaf)
+                self._given.append((title, owner.key))
             given.append(copies[id(value)])
         return given, raw
 

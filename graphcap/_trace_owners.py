@@ -106,6 +106,8 @@ class Owners(Trace):
         self.owners: dict[int, Owner] = {}
         self.clock = 0
         self._dead: dict[int, Place] = {}
+        self.held: set[int] = set()  # storages that were there when the last checkpoint began
+        self._recomputed: dict[int | None, Place] = {}  # roots that a recomputation will read
         self._written: dict[int, tuple[int, Place]] = {}  # any memory: when it was changed last, and where
         self._changed: dict[int, tuple[int, Place]] = {}  # memory of modules and of breaks: when, and where
 
@@ -133,8 +135,9 @@ class Owners(Trace):
         tensor = value.now()
         if value.born < when and tensor.requires_grad and tensor._is_view():
             raise CutError(
-                f"{what} is a view that was changed in place, or whose base was, after it was taken\n  taken at {line_text(value.place)}\n"
-                f"  changed at {line_text(place)}\n  used at {line_text(user_place())}\n  Way out: take the view after the change"
+                f"{what} is a view that was changed in place, or whose base was, after it was taken\n"
+                f"  taken at {line_text(value.place)}\n  changed at {line_text(place)}\n"
+                f"  used at {line_text(user_place())}\n  Way out: take the view after the change"
             )
 
     def refuse_dead(self, root: int, place: Place, what: str) -> None:
@@ -159,6 +162,11 @@ class Owners(Trace):
             func = _one_hot(func)
         return super().call(title, func, args, kwargs)
 
+    def on_checkpoint(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        result = super().on_checkpoint(args, kwargs)
+        self.held = set(self.owners)
+        return result
+
     def forbidden(self, name: str, row: Refusal) -> None:
         raise CutError(
             f"{name} ({row.name}) in a graphed stretch: {row.reason}\n  at {line_text(user_place())}\n"
@@ -167,6 +175,11 @@ class Owners(Trace):
 
     def before_operator(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         fresh = func._schema.name == "aten::lift_fresh"
+        if self.inside is None and self.held and private.saves_through_hooks():
+            for tensor in tensors_in(args, kwargs):
+                if has_storage(tensor) and private.storage_key(tensor) in self.held:
+                    owner = self.owners[private.storage_key(tensor)]
+                    self._recomputed[owner.root] = user_place()
         for tensor in tensors_in(args, kwargs):
             if has_storage(tensor):
                 if fresh and not self._is_known(tensor):
@@ -189,6 +202,14 @@ class Owners(Trace):
         owner = self.owners.get(key)
         self.clock += 1
         self._written[key if owner is None else owner.root] = (self.clock, user_place())
+        if owner is not None and self.inside is None:
+            roots = (owner.root, owner.clone_of)
+            used = next((self._recomputed[root] for root in roots if root in self._recomputed), None)
+            if used is not None:
+                raise CutError(
+                    "a tensor that an activation checkpoint uses is changed in place, so its recomputation would see other "
+                    f"values\n  used at {line_text(used)}\n  changed at {line_text(user_place())}\n  Way out: change a clone"
+                )
         foreign = owner is None if self.inside is None else owner is None or owner.inside != self.inside
         if foreign:
             self._changed[key if owner is None else owner.root] = (self.clock, user_place())

@@ -676,7 +676,7 @@ class _CheckpointClosure(Base):
         return checkpoint(lambda t: self.b(torch.tanh(t * y * h)) * y, y, use_reentrant=False)
 
 
-@equal("reentrant checkpoint wholly inside one stretch")
+@refused("reentrant checkpoint in a stretch", "use_reentrant=False")
 class _ReentrantStretch(Base):
     def forward(self, x: Tensor) -> Tensor:
         y = self.brk(self.a(x))
@@ -684,6 +684,28 @@ class _ReentrantStretch(Base):
 
     def _behind(self, y: Tensor) -> Tensor:
         return self.b(torch.tanh(y)) * y
+
+
+@refused("what a checkpoint uses is changed later", "recomputation would see")
+class _CheckpointChanged(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * 1
+        y = self.brk(self.b(x))
+        z = checkpoint(lambda t: torch.sin(t * 0.5) * h, y, use_reentrant=False)
+        with torch.no_grad():
+            h.mul_(2)
+        return self.c(z) + h
+
+
+@refused("what a checkpoint uses is changed behind a break", "recomputation would see")
+class _CheckpointChangedBehind(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.a(x) * 1
+        z = checkpoint(lambda t: torch.sin(t * 0.5) * h, x, use_reentrant=False)
+        y = self.brk(self.b(x))
+        h.mul_(2)
+        return self.c(z) + h + y
 
 
 @equal("checkpoint inside the break")
@@ -818,6 +840,38 @@ class _KeptBase(Base):
         v = self.brk(self.a(x))
         v.mul_(2)
         return self.b(v.view(4, WIDTH))
+
+
+class _KeepsArgument(Break):
+    def forward(self, x: Tensor) -> Any:
+        last, self.last = getattr(self, "last", None), x.detach().view(-1)
+        return super().forward(x) if last is None else super().forward(x) + last.view(4, WIDTH)
+
+
+@refused("a break that keeps its argument for the next step", "keeps its argument")
+class _KeptArgument(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _KeepsArgument()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.brk(self.a(x)))
+
+
+class _KeepsClone(_KeepsArgument):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.clone())
+
+
+@equal("a break that keeps a clone of its argument for the next step")
+class _KeptClone(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _KeepsClone()
+        self.brk.last = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.brk(self.a(x)))
 
 
 class _Cache(Break):
