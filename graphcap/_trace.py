@@ -183,7 +183,8 @@ class Trace(ABC):
             # Its nested backward adds to parameters in an order of its own, which parts can't repeat.
             raise CutError(
                 f"a reentrant activation checkpoint in a graphed stretch, or around a break\n"
-                f"  at {line_text(user_place())}\n  Way out: checkpoint(..., use_reentrant=False), or let the whole checkpoint lie inside a break"
+                f"  at {line_text(user_place())}\n  Way out: checkpoint(..., use_reentrant=False), or let the "
+                "whole checkpoint lie inside a break"
             )
 
         def inside(*inner: Any, **named: Any) -> Any:  # its arguments are replaced before it begins
