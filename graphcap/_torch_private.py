@@ -228,6 +228,10 @@ class StorageKey:
 
         self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
+    def is_gone(self) -> bool:
+        """Whether nobody holds the storage any more."""
+        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
+
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------
 

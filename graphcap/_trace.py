@@ -179,6 +179,14 @@ class Trace(ABC):
         if not self.active or torch.is_inference_mode_enabled():
             return run(*args, **kwargs)
 
+        if kind.__name__ == "CheckpointFunction":
+            # Its nested backward adds to parameters in an order of its own, which parts can't repeat.
+            raise CutError(
+                f"a reentrant activation checkpoint in a graphed stretch, or around a break\n"
+                f"  at {line_text(user_place())}\n  Way out: checkpoint(..., use_reentrant=False), or let the "
+                "whole checkpoint lie inside a break"
+            )
+
         def inside(*inner: Any, **named: Any) -> Any:  # its arguments are replaced before it begins
             self._applies = False
             self.depth.append(kind)

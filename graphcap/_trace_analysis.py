@@ -44,6 +44,8 @@ class Analysis(Owners):
         self._records: list[BreakRecord] = []
         self._unseen: set[str] = set()
         self._values: list[Value] = []
+        self._given: list[tuple[str, private.StorageKey]] = []  # what breaks got, and which
+        self._left: list[tuple[Value, private.StorageKey]] = []  # memory that a clone has taken the place of
         self._mode = Mode(self)
         self._output: tuple[Any, tuple[Any, ...]] | None = None
 
@@ -111,12 +113,17 @@ class Analysis(Owners):
             value.homes.clear()
         self.owners.clear()
         gc.collect()
-        alive = []
+        # Who still holds memory that eager would have changed in place would see the change.
+        alive = [value for value, key in self._left if not key.is_gone()]
         for value in self._values:
             tensor = value.origin()
             if value.made >= 0 and tensor is not None:
                 alive.append(value)
         return alive
+
+    def keepers(self) -> list[str]:
+        """Breaks whose arguments are alive although the run is over; call it after `escaped`."""
+        return [title for title, key in self._given if not key.is_gone()]
 
     # ---------------------------------------------------------------------------------------------------------- values
 
@@ -148,7 +155,15 @@ class Analysis(Owners):
         proxy = self._copy(source)
         owner = self.own(proxy, self.stretch)
         owner.place = value.place
+        self.held.add(private.storage_key(proxy))
         if (value.name, self.stretch) in self.cloned:
+            if value.root in self.allowed:
+                raise CutError(
+                    f"a view of a buffer or parameter, taken before a break, is changed in place after it\n  taken at "
+                    f"{line_text(value.place)}\n  changed in the stretch that uses it at {line_text(user_place())}\n"
+                    "  Way out: take the view after the break"
+                )
+            self._left.append((value, self.owners[value.root].key))
             owner.clone_of = value.root
             value.name, value.made, value.root, value.homes = (
                 f"{value.name}@{self.stretch}",
@@ -173,7 +188,8 @@ class Analysis(Owners):
             with torch.enable_grad():
                 return strided_clone(made.detach().requires_grad_(True))
         except SampleError as error:
-            raise CutError(f"a tensor that crosses a break can't be copied: {error}\n  at {line_text(user_place())}") from error
+            where = line_text(user_place())
+            raise CutError(f"a tensor that crosses a break can't be copied: {error}\n  at {where}") from error
         finally:
             self.quiet = quiet
 
@@ -225,7 +241,7 @@ class Analysis(Owners):
         recorded = tuple(
             self._leaf(leaf, what) if isinstance(leaf, torch.Tensor) else _checked(leaf, what) for leaf in leaves
         )
-        given, raw = self._break_arguments(leaves, number)
+        given, raw = self._break_arguments(target.title, leaves, number)
         before = [tensor._version for tensor in given if isinstance(tensor, torch.Tensor)]
         new_args, new_kwargs = unflatten(structure, given)
         state = (torch.is_grad_enabled(), self._autocast())
@@ -248,7 +264,9 @@ class Analysis(Owners):
         kind = self.device.type
         return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
-    def _break_arguments(self, leaves: list[Any], number: int) -> tuple[list[Any], dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+    def _break_arguments(
+        self, title: str, leaves: list[Any], number: int
+    ) -> tuple[list[Any], dict[int, tuple[torch.Tensor, torch.Tensor]]]:
         """Copies for the break, one per value; and by the copy's id what the user passed."""
         given: list[Any] = []
         copies: dict[int, torch.Tensor] = {}
@@ -264,6 +282,7 @@ class Analysis(Owners):
                 owner = self.own(copy, self.stretch)
                 owner.root, owner.inside = value.root, number
                 raw[id(copy)] = (copy, leaf)
+                self._given.append((title, owner.key))
             given.append(copies[id(value)])
         return given, raw
 

@@ -99,7 +99,7 @@ def discover(
         if len(breaks.targets) == known:
             break
     hit = trace.hits[0]
-    raise CutError(f'"auto" found no module or function to break at for {hit.what}\n  at {hit.line}\n  Way out: name a break')
+    raise CutError(f'"auto" found nothing to break at for {hit.what}\n  at {hit.line}\n  Way out: name a break')
 
 
 def _choose(hit: _Hit, trace: _Discovery, names: dict[int, str], tops: set[int]) -> Target:
@@ -113,6 +113,6 @@ def _choose(hit: _Hit, trace: _Discovery, names: dict[int, str], tops: set[int])
     if inner is not None:
         return Target(inner, names.get(id(inner), type(inner).__name__), reason)
     raise CutError(
-        f'"auto": {hit.what} stands in the forward of the captured module itself\n  at {hit.line}\n  Way out: move it into a '
-        "submodule or a function"
+        f'"auto": {hit.what} stands in the forward of the captured module itself\n  at {hit.line}\n'
+        "  Way out: move it into a submodule or a function"
     )

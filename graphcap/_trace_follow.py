@@ -270,8 +270,8 @@ class _Follower(Trace):
             at = len(self.entries)
             there = self.script.entries[at] if at < len(self.script.entries) else "the end of the forward"
             raise CutError(
-                f"the forward makes other torch calls in one run than in another, so a graph of it would be wrong: it left out\n"
-                f"  {there}\n  (it never made {', '.join(missing)}). Way out: break at the module that decides"
+                "the forward makes other torch calls in one run than in another, so a graph of it would be wrong: it left "
+                f"out\n  {there}\n  (it never made {', '.join(missing)}). Way out: break at the module that decides"
             )
         self._scope.update((name, self._made[name]) for name in entry[1].makes)
         self._made.clear()

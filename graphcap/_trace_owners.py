@@ -106,6 +106,9 @@ class Owners(Trace):
         self.owners: dict[int, Owner] = {}
         self.clock = 0
         self._dead: dict[int, Place] = {}
+        self.held: set[int] = set()  # storages that were there when the last checkpoint began
+        self._recomputed: dict[int | None, Place] = {}  # roots that a recomputation will read
+        self._written: dict[int, tuple[int, Place]] = {}  # any memory: when it was changed last, and where
         self._changed: dict[int, tuple[int, Place]] = {}  # memory of modules and of breaks: when, and where
 
     def own(self, tensor: torch.Tensor, stretch: int) -> Owner:
@@ -119,9 +122,22 @@ class Owners(Trace):
         when, place = self._changed.get(value.root, (0, None))
         if value.born < when:
             raise CutError(
-                f"{what} shares memory with a buffer, a parameter or a break's own tensor that was changed in place since\n  made "
-                f"at {line_text(value.place)}\n  changed at {line_text(place)}\n  used again at {line_text(user_place())}\n"
-                "  Way out: read it again after the change, or clone it"
+                f"{what} shares memory with a buffer, a parameter or a break's own tensor that was changed in place since\n"
+                f"  made at {line_text(value.place)}\n  changed at {line_text(place)}\n\n"
+                f"  used again at {line_text(user_place())}\n  Way out: read it again after the change, or clone it"
+            )
+        self._refuse_stale_view(value, what)
+
+    def _refuse_stale_view(self, value: Value, what: str) -> None:
+        """torch gives a view that requires grad its new history when it is asked for it: in eager behind the break, here in
+        front of it, so gradients would be added in another order."""
+        when, place = self._written.get(value.root, (0, None))
+        tensor = value.now()
+        if value.born < when and tensor.requires_grad and tensor._is_view():
+            raise CutError(
+                f"{what} is a view that was changed in place, or whose base was, after it was taken\n"
+                f"  taken at {line_text(value.place)}\n  changed at {line_text(place)}\n"
+                f"  used at {line_text(user_place())}\n  Way out: take the view after the change"
             )
 
     def refuse_dead(self, root: int, place: Place, what: str) -> None:
@@ -146,6 +162,11 @@ class Owners(Trace):
             func = _one_hot(func)
         return super().call(title, func, args, kwargs)
 
+    def on_checkpoint(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        result = super().on_checkpoint(args, kwargs)
+        self.held = set(self.owners)
+        return result
+
     def forbidden(self, name: str, row: Refusal) -> None:
         raise CutError(
             f"{name} ({row.name}) in a graphed stretch: {row.reason}\n  at {line_text(user_place())}\n"
@@ -154,6 +175,11 @@ class Owners(Trace):
 
     def before_operator(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         fresh = func._schema.name == "aten::lift_fresh"
+        if self.inside is None and self.held and private.saves_through_hooks():
+            for tensor in tensors_in(args, kwargs):
+                if has_storage(tensor) and private.storage_key(tensor) in self.held:
+                    owner = self.owners[private.storage_key(tensor)]
+                    self._recomputed[owner.root] = user_place()
         for tensor in tensors_in(args, kwargs):
             if has_storage(tensor):
                 if fresh and not self._is_known(tensor):
@@ -174,9 +200,18 @@ class Owners(Trace):
     def _note_change(self, tensor: torch.Tensor) -> None:
         key = private.storage_key(tensor)
         owner = self.owners.get(key)
+        self.clock += 1
+        self._written[key if owner is None else owner.root] = (self.clock, user_place())
+        if owner is not None and self.inside is None:
+            roots = (owner.root, owner.clone_of)
+            used = next((self._recomputed[root] for root in roots if root in self._recomputed), None)
+            if used is not None:
+                raise CutError(
+                    "a tensor that an activation checkpoint uses is changed in place, so its recomputation would see other "
+                    f"values\n  used at {line_text(used)}\n  changed at {line_text(user_place())}\n  Way out: change a clone"
+                )
         foreign = owner is None if self.inside is None else owner is None or owner.inside != self.inside
         if foreign:
-            self.clock += 1
             self._changed[key if owner is None else owner.root] = (self.clock, user_place())
 
     def _is_known(self, tensor: torch.Tensor) -> bool:

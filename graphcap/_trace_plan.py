@@ -112,6 +112,7 @@ def _analyse(
         called |= trace.called_targets
         del args, kwargs
         _refuse_escapes(trace)
+        _refuse_keepers(trace)
         return script, cloned
     raise CutError(f"{unit.title}: more than {_RESTARTS} values are changed in place behind a break")
 
@@ -122,6 +123,14 @@ def _refuse_escapes(trace: Analysis) -> None:
             "a tensor made in a graphed stretch is kept by something that outlives the call (a global list, a "
             "cache)\n  made at "
             f"{line_text(value.place)}\n  Way out: return it as an output, or break at the module that keeps it"
+        )
+
+
+def _refuse_keepers(trace: Analysis) -> None:
+    for title in trace.keepers():
+        raise CutError(
+            f"the break {title} (or a hook on it) keeps its argument after the call, but that memory holds the values "
+            "of the next step then\n  Way out: keep a clone"
         )
 
 

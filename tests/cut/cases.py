@@ -306,6 +306,17 @@ class _NoGradInPlace(Base):
         return self.b(h + y) + h
 
 
+@refused("a view that is changed itself before the break, used behind it", "is a view that was changed")
+class _FreshView(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        m = self.a(x) * 1
+        v = m.view(-1)
+        v += 0.5
+        v[:3] = 1
+        y = self.brk(self.b(m))
+        return (m - y) * v.view(4, WIDTH) + m
+
+
 @equal("an expanded tensor without gradient, changed in place through a view behind the break")
 class _ExpandedInPlace(Base):
     def forward(self, x: Tensor) -> Tensor:
@@ -665,7 +676,7 @@ class _CheckpointClosure(Base):
         return checkpoint(lambda t: self.b(torch.tanh(t * y * h)) * y, y, use_reentrant=False)
 
 
-@equal("reentrant checkpoint wholly inside one stretch")
+@refused("reentrant checkpoint in a stretch", "use_reentrant=False")
 class _ReentrantStretch(Base):
     def forward(self, x: Tensor) -> Tensor:
         y = self.brk(self.a(x))
@@ -673,6 +684,28 @@ class _ReentrantStretch(Base):
 
     def _behind(self, y: Tensor) -> Tensor:
         return self.b(torch.tanh(y)) * y
+
+
+@refused("what a checkpoint uses is changed later", "recomputation would see")
+class _CheckpointChanged(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * 1
+        y = self.brk(self.b(x))
+        z = checkpoint(lambda t: torch.sin(t * 0.5) * h, y, use_reentrant=False)
+        with torch.no_grad():
+            h.mul_(2)
+        return self.c(z) + h
+
+
+@refused("what a checkpoint uses is changed behind a break", "recomputation would see")
+class _CheckpointChangedBehind(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.a(x) * 1
+        z = checkpoint(lambda t: torch.sin(t * 0.5) * h, x, use_reentrant=False)
+        y = self.brk(self.b(x))
+        h.mul_(2)
+        return self.c(z) + h + y
 
 
 @equal("checkpoint inside the break")
@@ -765,6 +798,80 @@ class _StaleBuffer(Base):
         y, v = self.brk(self.a(x))
         self.brk.state.add_(1)
         return self.b(y) + v
+
+
+@refused("a view taken before its base changes, both before the break, used behind it", "is a view that was changed")
+class _LateHistory(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        m = self.a(x) * 1
+        v = m.t().t()
+        m[..., ::2].add_(0.1)
+        y = self.brk(self.b(m))
+        return (m - y) * v + m
+
+
+@refused("a view of a buffer, changed behind a break", "view of a buffer")
+class _BufferViewChanged(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("state", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.state[:]
+        y = self.brk(self.a(x) + v)
+        v.add_(1)
+        return self.b(y) + v
+
+
+class _KeepsBase(Break):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x).detach()
+        HOLDER["base"] = y
+        return y.view(-1)
+
+
+@refused("a stretch that changes a view of what a break keeps", "kept by")
+class _KeptBase(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _KeepsBase()
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = self.brk(self.a(x))
+        v.mul_(2)
+        return self.b(v.view(4, WIDTH))
+
+
+class _KeepsArgument(Break):
+    def forward(self, x: Tensor) -> Any:
+        last, self.last = getattr(self, "last", None), x.detach().view(-1)
+        return super().forward(x) if last is None else super().forward(x) + last.view(4, WIDTH)
+
+
+@refused("a break that keeps its argument for the next step", "keeps its argument")
+class _KeptArgument(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _KeepsArgument()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.brk(self.a(x)))
+
+
+class _KeepsClone(_KeepsArgument):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.clone())
+
+
+@equal("a break that keeps a clone of its argument for the next step")
+class _KeptClone(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.brk = _KeepsClone()
+        self.brk.last = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.brk(self.a(x)))
 
 
 class _Cache(Break):

@@ -324,7 +324,9 @@ def test_is_transformed() -> None:
 def test_storage_reference_keeps_the_key() -> None:
     x = torch.ones(1000)
     key, reference = private.storage_key(x), private.StorageKey(x)
+    assert not reference.is_gone()
     del x
+    assert reference.is_gone()
     others = [torch.ones(1000) for _ in range(50)]
     assert all(private.storage_key(other) != key for other in others)
     del reference
