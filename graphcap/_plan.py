@@ -267,7 +267,7 @@ def refuse_hidden_parts(module: torch.nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, PartialLayer) and any(part.kind is EAGER for part in child.parts()):
             raise CutError(
-                f"{name} ({type(child).__name__}) declares EAGER parts, but stands in a {type(module).__name__}, which is one "
-                "graphed part: list it with nested(...) in a PartialLayer at every level above, pass the layers as a tuple, "
+                f"{name} ({type(child).__name__}) declares EAGER parts, but stands in a {type(module).__name__}, which "
+                "is one graphed part: list it with nested(...) in a PartialLayer at every level above, pass the layers as a tuple, "
                 "or name it in break_at="
             )

@@ -158,7 +158,8 @@ class BoundPart:
             for n, i in enumerate(self.facts.parameters)
             if i in capture.buffers
         ]
-        self._dense = [static.stride() == dense_strides(static) for static in graphs.outputs]  # clone keeps the strides of these alone
+        # clone keeps the strides of dense outputs alone
+        self._dense = [static.stride() == dense_strides(static) for static in graphs.outputs]
         self.undifferentiable = [n for n, spec in enumerate(self.facts.made) if not spec.requires_grad]
         self._returned_at = [n for n, i in enumerate(self.facts.parameters) if i not in capture.buffers]
         self.fresh_inputs = {
@@ -375,8 +376,8 @@ class BoundPart:
                 continue
             if bound is entry.buffer:
                 raise StateError(
-                    f"{entry.name}.{entry.home} has moved to other memory (.data was rebound), but the graph adds into the old "
-                    "one: change values in place, or capture again"
+                    f"{entry.name}.{entry.home} has moved to other memory (.data was rebound), but the graph adds into the "
+                    "old one: change values in place, or capture again"
                 )
             if bound is not None or entry.home == "main_grad":
                 raise StateError(

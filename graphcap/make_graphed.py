@@ -64,8 +64,8 @@ def _as_order(order: Any) -> Order | None:
     if order is None or isinstance(order, Order):
         return order
     raise OrderError(
-        f"order={order!r}: expected an Order or its text ('0F0 0B0'); signed numbers, as Transformer Engine has them, become "
-        "one with Order.from_signed"
+        f"order={order!r}: expected an Order or its text ('0F0 0B0'); signed numbers, as Transformer Engine has them, "
+        "become one with Order.from_signed"
     )
 
 

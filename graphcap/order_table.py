@@ -36,8 +36,8 @@ class Row:
 def named(schedule: str, *, pp: int, rank: int, microbatches: int, chunks: int | None = None, layers: int = 1) -> Order:
     """The order of rank `rank` of `pp` under a schedule named as on the command line, `layers` layers in every chunk.
 
-    `chunks` per rank, for schedules with several (default 2); gpipe and 1f1b have one, and refuse more. Raises OrderError for an
-    unknown name and for those that need torch's schedule classes.
+    `chunks` per rank, for schedules with several (default 2); gpipe and 1f1b have one, and refuse more. Raises OrderError
+    for an unknown name and for those that need torch's schedule classes.
     """
     if schedule in _NEED_TORCH:
         raise OrderError(

@@ -106,8 +106,8 @@ def compare(
     """Train a graphed module beside its eager twin and compare everything after every step.
 
     build: gives a fresh module (or a tuple of layers, or of chunks under an order); called once, the twin is a deep copy.
-    inputs(index): (args, kwargs) of one microbatch, a function of its index alone (after a difference it is asked again, to see
-        whether eager agrees with itself); index counts steps, or with M microbatches step * M + microbatch.
+    inputs(index): (args, kwargs) of one microbatch, a function of its index alone (after a difference it is asked again, to
+        see whether eager agrees with itself); index counts steps, or with M microbatches step * M + microbatch.
         Under an order with several chunks they go to the first one, whose output goes to the second, and so on.
     steps: at least 1; optimizer(parameters): None means SGD with lr 0.05, on both sides.
     grad_mode: False runs under no_grad and compares outputs and buffers. expect_no_grads: nothing is to be trained.
@@ -235,8 +235,8 @@ class _Twins:
             found = self._compared_step(sides, step)
             if found is not None:
                 return (
-                    f". But eager differs from itself as well (step {step}: {found.replace('graphed', 'eager')}): a kernel is not "
-                    "deterministic; name it and choose another, or compare under graphcap.testing.deterministic"
+                    f". But eager differs from itself as well (step {step}: {found.replace('graphed', 'eager')}): a kernel "
+                    "is not deterministic; name it and choose another, or compare under graphcap.testing.deterministic"
                 )
         return ""
 

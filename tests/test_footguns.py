@@ -282,6 +282,63 @@ def test_random_numbers() -> None:
         capture(lambda x: x + torch.rand(8, generator=own))
 
 
+def test_strides_of_the_arriving_gradient() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(64, 64)
+    twin = twin_of(module)
+    x = torch.randn(1001, 64)
+    graphed = graphcap.capture(module, (x,), backend="tape")
+    for run in (graphed, twin):
+        run(x).t().contiguous().sin().sum().backward()
+    assert torch.equal(module.weight.grad, twin.weight.grad)
+    torch.testing.assert_close(module.bias.grad, twin.bias.grad, rtol=1e-4, atol=1e-4)  # the last bits may differ
+    module.zero_grad(), twin.zero_grad()
+    for run in (graphed, twin):
+        run(x).sin().sum().backward()
+    assert torch.equal(module.bias.grad, twin.bias.grad)
+
+
+def test_fast_paths_of_no_grad() -> None:
+    torch.manual_seed(0)
+    module, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(2, 3, 8)
+    graphed = graphcap.capture(twin_of(module), (x,), backend="tape")
+    with torch.no_grad():
+        assert not torch.equal(graphed(x), module(x))
+        torch.testing.assert_close(graphed(x), module(x))
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            assert torch.equal(graphed(x), module(x))
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_backward_inputs_in_accumulate() -> None:
+    module = Mlp()
+    capture(module, grads="accumulate")(rows()).sum().backward(inputs=[module.up.weight])
+    assert module.up.weight.grad is None
+    capture(module)(rows()).sum().backward(inputs=[module.up.weight])
+    assert module.up.weight.grad is not None
+
+
+def test_gradients_that_never_came() -> None:
+    class Roots(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            h = self.linear(x)
+            return h, h * 2, h * 3, (h * 0).sqrt()
+
+    module = Roots()
+    twin, graphed = twin_of(module), graphcap.capture(module, (rows(),), backend="tape")
+    for run in (graphed, twin):
+        out = run(rows())
+        (out[0] + out[1]).sum().backward()  # two of four: no graph was recorded for just these
+    assert bool(module.linear.weight.grad.isnan().any())
+    assert bool(twin.linear.weight.grad.isfinite().all())
+
+
 # ----------------------------------------------------------------------------------------------------------------- loud
 
 

@@ -11,7 +11,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import graphcap
-from graphcap import EAGER, GRAPHED, CaptureConfig, CutError, ForbiddenOpError, OrderError, PartialLayer, SampleError, StateError
+from graphcap import (
+    EAGER,
+    GRAPHED,
+    CaptureConfig,
+    CutError,
+    ForbiddenOpError,
+    OrderError,
+    PartialLayer,
+    SampleError,
+    StateError,
+)
 from graphcap.testing import compare
 
 
