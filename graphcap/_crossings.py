@@ -74,7 +74,7 @@ class Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         name, kind = self._part
         read = [tensor for tensor in _tensors((args, kwargs)) if _has_storage(tensor)]
-        self.reads[kind].update(tensor.data_ptr() for tensor in read)
+        self.reads[kind].update(tensor.data_ptr() for tensor in read if tensor.numel())
         operator = func._schema.name.partition("::")[2]
         if kind is GRAPHED and not (operator.endswith("_like") or operator.startswith("new_")):  # those read a shape
             for tensor in read:
@@ -104,8 +104,8 @@ class Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
                   and private.storage_key(held) == key]
         where = f" ({places[0]})" if places else ""
         raise CutError(
-            f"part {name} {how} a tensor of shape {list(tensor.shape)}{where} that comes from the EAGER part {found[0]}, but "
-            "not through its signature: a replay would read what it was at capture. Make it a value: an output of that "
+            f"part {name} {how} a tensor of shape {list(tensor.shape)}{where} that comes from the EAGER part {found[0]}, "
+            "but not through its signature: a replay would read what it was at capture. Make it a value: an output of that "
             "part and an input of this one; or a buffer that the EAGER part changes in place"
         )
 

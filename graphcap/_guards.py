@@ -335,6 +335,8 @@ def plain_attributes(modules: Iterable[nn.Module]) -> Attributes:
                 found[id(module), name] = ("", frozen_form(value))
         for name, buffer in module._buffers.items():
             found[id(module), name] = (f"the attribute {type(module).__name__}.{name}", id(buffer))
+        for name in (*module._parameters, *module._modules):
+            found[id(module), name] = ("", True)
     return found
 
 
@@ -352,7 +354,7 @@ def frozen_form(value: Any) -> Any:
 
 def contents(value: Any) -> list[tuple[Any, Any]] | None:
     """One level of a container (by index or key), or the simple fields of a plain object; None of anything else."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | set):
         return list(enumerate(value)) if len(value) <= LARGEST else None
     if isinstance(value, dict):
         return list(value.items()) if len(value) <= LARGEST else None
@@ -387,8 +389,8 @@ def _set_host_generators(states: dict[str, Any]) -> None:
 
 
 def changed_attributes(before: Attributes, after: Attributes) -> set[tuple[int, str]]:
-    """Which attributes (id of the module, name) are not what they were: lazy state that a first run has filled."""
-    return {key for key in before if key not in after or after[key] != before[key]}
+    """Which attributes (id of the module, name) are not what they were, or new: lazy state that a first run has filled."""
+    return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
 
 
 def refuse_host_effects(before: Attributes, after: Attributes, part: str) -> None:

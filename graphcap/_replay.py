@@ -17,7 +17,17 @@ from graphcap import _torch_private as private
 from graphcap._capture import BackwardGraph, CaptureSet, GraphSet, PartGraphs
 from graphcap._parts import OutIndex, distinct_tensors, entry_values
 from graphcap._plan import PartPlan
-from graphcap._tensors import Getter, Structure, compact, flatten, getters, same_constant, static_copy, unflatten
+from graphcap._tensors import (
+    Getter,
+    Structure,
+    compact,
+    flatten,
+    getters,
+    overlaps,
+    same_constant,
+    static_copy,
+    unflatten,
+)
 from graphcap._warmup import PartFacts, Pattern, dense_strides
 from graphcap.errors import InFlightError, InputMismatch, ReplayError, StateError
 from graphcap.order import Phase
@@ -158,8 +168,10 @@ class BoundPart:
             for n, i in enumerate(self.facts.parameters)
             if i in capture.buffers
         ]
-        # clone keeps the strides of dense outputs alone
-        self._dense = [static.stride() == dense_strides(static) for static in graphs.outputs]
+        # clone keeps the strides of dense outputs alone; elements that share memory can't be written one by one
+        self._gaps = [
+            static.stride() != dense_strides(static) and not overlaps(compact(static)) for static in graphs.outputs
+        ]
         self.undifferentiable = [n for n, spec in enumerate(self.facts.made) if not spec.requires_grad]
         self._returned_at = [n for n, i in enumerate(self.facts.parameters) if i not in capture.buffers]
         self.fresh_inputs = {
@@ -176,7 +188,7 @@ class BoundPart:
         _copy([(memory, tensors[memory.place]) for memory in self.incoming])
         self.graphs.forward.replay()
         return tuple(
-            (static.clone() if self._dense[place] else static_copy(static)) if place in self.leaving else static.detach()
+            (static_copy(static) if self._gaps[place] else static.clone()) if place in self.leaving else static.detach()
             for place, static in enumerate(self.graphs.outputs)
         )
 

@@ -29,8 +29,8 @@ class _Watched:
 
 
 @dataclass(slots=True)
-class _Names:
-    """The attributes of one module: a new one may shadow what its class has."""
+class _Table:
+    """The parameters, buffers, children or attributes of one module, of which there may be more later."""
 
     table: dict[str, Any]
     count: int
@@ -61,8 +61,9 @@ class StepGuard:
         self._constants: list[tuple[dict[Any, Any], Any, str, Any]] = []
         self._lists: list[tuple[Any, tuple[Any, ...], str]] = []
         self._sizes: list[tuple[Any, int, str]] = []
-        self._tables: list[tuple[dict[str, Any], int, frozenset[str], str]] = []
-        self._names: list[_Names] = []
+        self._sets: list[tuple[set[Any], frozenset[Any], str]] = []
+        self._tables: list[_Table] = []
+        self._names: list[_Table] = []
         self._children: list[tuple[nn.Module, str, str, nn.Module]] = []
         self._hooked: dict[int, tuple[str, nn.Module, int]] = {}
         self._seen: set[int] = set()
@@ -74,7 +75,7 @@ class StepGuard:
                         if tensor is not None and (inside or id(tensor) in used or tensor.data_ptr() in read):
                             self._watch_tensor(table, key, _join(path, key), tensor)
                 if inside:
-                    self._watch_structure(module, path, theirs)
+                    self._watch_structure(module, path, theirs, changing)
                     self._watch_attributes(module, path, changing)
                     if module is not top:
                         self._hooked[id(module)] = (path, module, _hook_count(module))
@@ -82,18 +83,26 @@ class StepGuard:
     def _watch_tensor(self, table: dict[Any, Any], key: Any, name: str, tensor: torch.Tensor) -> None:
         self._watched.append(_Watched(table, key, name, tensor, tensor.data_ptr(), tensor.requires_grad))
 
-    def _watch_structure(self, module: nn.Module, path: str, theirs: set[int]) -> None:
+    def _watch_structure(
+        self, module: nn.Module, path: str, theirs: set[int], changing: set[tuple[int, str]]
+    ) -> None:
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module._modules)
         for table in tables:
-            self._tables.append((table, len(table), frozenset(table), path))
-            self._constants += [(table, key, _join(path, key), None) for key, value in table.items() if value is None]
+            known = {*table, *(key for owner, key in changing if owner == id(module))}
+            self._tables.append(_Table(table, len(table), known, module, path))
+            self._constants += [
+                (table, key, _join(path, key), None)
+                for key, value in table.items()
+                if value is None and (id(module), key) not in changing
+            ]
         for key, child in module._modules.items():
             if child is not None and id(child) not in theirs:
                 self._children.append((module, key, _join(path, key), child))
 
     def _watch_attributes(self, module: nn.Module, path: str, changing: set[tuple[int, str]]) -> None:
         table = vars(module)
-        self._names.append(_Names(table, len(table), set(table), module, path))
+        known = {*table, *(key for owner, key in changing if owner == id(module))}
+        self._names.append(_Table(table, len(table), known, module, path))
         for key, value in table.items():
             if key not in MODULE_TABLES and (id(module), key) not in changing and not (key == "forward" and _is_ours(value)):
                 self._watch_value(table, key, _join(path, key), value)
@@ -102,7 +111,7 @@ class StepGuard:
         if isinstance(value, torch.Tensor):
             self._watch_tensor(table, key, name, value)
             return
-        if not callable(value) and not is_plain_object(value) and type(value).__module__ in _VOLATILE:
+        if not callable(value) and not is_plain_object(value) and type(value).__module__.partition(".")[0] in _VOLATILE:
             return
         self._constants.append((table, key, name, value))
         if depth < 3 and id(value) not in self._seen:
@@ -113,7 +122,9 @@ class StepGuard:
         parts = contents(value)
         if isinstance(value, list | dict | set):
             self._sizes.append((value, len(value), name))
-        if not parts:
+        if isinstance(value, set):
+            self._sets.append((value, frozenset(value), name))
+        if not parts or isinstance(value, set):
             return
         self._seen.add(id(value))
         if isinstance(value, list):
@@ -139,6 +150,9 @@ class StepGuard:
         for container, size, name in self._sizes:
             if len(container) != size:
                 raise _changed(name, f"had {size} entries at capture and has {len(container)} now")
+        for members, frozen, name in self._sets:
+            if members != frozen:
+                raise _changed(name, f"was {_short(set(frozen))} at capture and is {_short(members)} now")
         for items, before, name in self._lists:
             for index, value in enumerate(before):
                 if items[index] is not value and not _same(items[index], value):
@@ -155,15 +169,18 @@ class StepGuard:
         for owner, key, name, child in self._children:
             if owner._modules.get(key) is not child:
                 raise _moved(name, "is another module now")
-        for table, size, keys, path in self._tables:
-            if len(table) > size:
-                raise _moved(_join(path, next(key for key in table if key not in keys)), "was added after capture")
+        for entries in self._tables:
+            if len(entries.table) > entries.count:
+                for key in entries.table:
+                    if key not in entries.known:
+                        raise _moved(_join(entries.path, key), "was added after capture")
+                entries.count = len(entries.table)
         for names in self._names:
             if len(names.table) != names.count:
                 self._look_at_new_names(names)
         self._warn_of_hooks()
 
-    def _look_at_new_names(self, names: _Names) -> None:
+    def _look_at_new_names(self, names: _Table) -> None:
         """Attributes of the user's own bookkeeping are fine; one that hides an attribute of the class is not."""
         for key, value in names.table.items():
             if key in names.known:
@@ -187,7 +204,8 @@ class StepGuard:
                 )
 
 
-_VOLATILE = frozenset(sys.stdlib_module_names) | {"torch._C"}  # loggers, locks, generators: they decide nothing
+_VALUES = {"builtins", "collections", "enum", "types", "argparse", "decimal", "fractions", "datetime", "pathlib"}
+_VOLATILE = frozenset(sys.stdlib_module_names) - _VALUES  # loggers, locks, generators: they decide nothing
 
 
 def _join(path: str, key: str) -> str:

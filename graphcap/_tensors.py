@@ -104,7 +104,7 @@ def static_copy(tensor: torch.Tensor) -> torch.Tensor:
 def empty_static(tensor: torch.Tensor) -> torch.Tensor:
     """New memory with the shape, dtype, device and strides of `tensor`; expanded dimensions stay expanded."""
     core = compact(tensor)
-    if _overlaps(core):
+    if overlaps(core):
         raise SampleError(
             f"a sample of shape {list(tensor.shape)} and strides {list(tensor.stride())} has elements that share memory: "
             "pass a contiguous copy"
@@ -124,7 +124,8 @@ def compact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements lie in one place (expanded dimensions apart: see `compact`)."""
     if tensor.numel() < 2:
         return False
     reach = 0

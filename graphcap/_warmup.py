@@ -168,7 +168,15 @@ def _unit_facts(
         read = reads[GRAPHED]
         eager = eager | _holders(modules, reads[EAGER] - read)
     return UnitFacts(
-        unit, tuple(previous), grad, reentrant, frozenset(graphed), frozenset(eager), used, frozenset(read), frozenset(changed)
+        unit,
+        tuple(previous),
+        grad,
+        reentrant,
+        frozenset(graphed),
+        frozenset(eager),
+        used,
+        frozenset(read),
+        frozenset(changed),
     )
 
 
@@ -193,12 +201,12 @@ def _observed(
 
 def _holders(modules: Sequence[torch.nn.Module], addresses: set[int]) -> set[int]:
     """The ids of the modules (none of them a PartialLayer) that hold a tensor at one of these addresses."""
-    return {
-        id(module)
-        for module in (m for top in modules for m in top.modules())
-        if not isinstance(module, PartialLayer)
-        and any(t is not None and t.data_ptr() in addresses for t in (*module._parameters.values(), *module._buffers.values()))
-    }
+    found: set[int] = set()
+    for module in (m for top in modules for m in top.modules()):
+        held = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        if not isinstance(module, PartialLayer) and any(t.data_ptr() in addresses for t in held):
+            found.add(id(module))
+    return found
 
 
 class _Pass:

@@ -136,7 +136,7 @@ def test_a_constant_that_the_first_run_makes_may_cross() -> None:
 
 
 def test_a_cast_of_autocast_is_no_crossing() -> None:
-    module = Crossing(lambda m, h: m.back(h) and None if False else None, lambda m: 1.0)
+    module = Crossing(lambda m, h: None, lambda m: 1.0)
     module._stash = lambda m, h: F.linear(h.detach(), m.back.weight).sum().item()  # casts what `c` casts again
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         graphed = capture(module)
@@ -168,7 +168,7 @@ class State(nn.Module):
         self.tensors, self._private = [torch.ones(8), torch.ones(8)], [3.0]
         self.acts = [torch.tanh, nn.Tanh()]
         self.settings, self.space = Settings(), types.SimpleNamespace(power=1.0)
-        self.nested = {"inner": [1.0]}
+        self.nested, self.names = {"inner": [1.0]}, {"a", "b"}
         self.cache: dict[str, Any] = {}
         self.log = [0.0]
 
@@ -194,9 +194,10 @@ CHANGED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "tuple rebound": (lambda m: setattr(m, "pair", (2, 2)), r"pair was \(1, 2\)"),
     "tensor in a list": (lambda m: m.tensors.__setitem__(0, torch.ones(8)), r"tensors\[0\] was a tensor"),
     "tensor in a list moved": (lambda m: setattr(m.tensors[0], "data", torch.ones(8)), r"tensors\[0\] has moved"),
-    "function": (lambda m: setattr(m, "act", torch.sigmoid), "act was tanh .* sigmoid"),
-    "function in a list": (lambda m: m.acts.__setitem__(0, torch.sigmoid), r"acts\[0\] was tanh"),
+    "function": (lambda m: setattr(m, "act", torch.sigmoid), r"act was .*tanh .*sigmoid"),
+    "function in a list": (lambda m: m.acts.__setitem__(0, torch.sigmoid), r"acts\[0\] was .*tanh"),
     "module in a list": (lambda m: m.acts.__setitem__(1, nn.ReLU()), r"acts\[1\] was a Tanh"),
+    "set": (lambda m: (m.names.remove("a"), m.names.add("c")), "names was"),
     "list in a dict": (lambda m: m.nested["inner"].__setitem__(0, 2.0), r"nested\['inner'\]\[0\]"),
     "class attribute hidden": (lambda m: setattr(m, "gain", 2.5), r"gain was set on the instance .*State\.gain"),
     "forward patched": (_patched, r"l\.forward was set on the instance"),
@@ -230,8 +231,6 @@ def test_changed_host_state_is_found(case: str) -> None:
 def test_changed_host_state_may_run_eagerly(case: str) -> None:
     module = State()
     graphed = capture(module, on_mismatch="eager")
-    if case == "stride":
-        module.conv.stride = (1,)
     CHANGED[case][0](module)
     x = rows()
     try:
@@ -241,8 +240,7 @@ def test_changed_host_state_may_run_eagerly(case: str) -> None:
             graphed(x)
     else:
         assert torch.equal(graphed(x), expected)
-    if case != "stride" or module.conv.stride != (1,):
-        assert sum(graphed.stats.eager.values()) == 1
+    assert sum(graphed.stats.eager.values()) == 1
 
 
 def test_what_is_no_change() -> None:
@@ -404,5 +402,5 @@ def test_an_attribute_of_eager_and_graphed_code() -> None:
     module = Routed()
     graphed = capture(module)
     module.width = 7  # only EAGER code names it
-    with pytest.raises(graphcap.InputMismatch, match="width|experts"):
+    with pytest.raises(graphcap.InputMismatch, match=r"experts, output 0"):
         graphed(rows())
