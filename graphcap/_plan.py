@@ -268,6 +268,6 @@ def refuse_hidden_parts(module: torch.nn.Module) -> None:
         if isinstance(child, PartialLayer) and any(part.kind is EAGER for part in child.parts()):
             raise CutError(
                 f"{name} ({type(child).__name__}) declares EAGER parts, but stands in a {type(module).__name__}, which "
-                "is one graphed part: list it with nested(...) in a PartialLayer at every level above, pass the layers as a tuple, "
-                "or name it in break_at="
+                "is one graphed part: list it with nested(...) in a PartialLayer at every level above, pass the layers as "
+                "a tuple, or name it in break_at="
             )

@@ -8,6 +8,7 @@ import torch
 import graphcap
 from graphcap.errors import CutError
 from graphcap.testing import compare, deterministic
+from tests.cut import cases_crossing, cases_refused, cases_state  # noqa: F401  (they fill EQUAL and REFUSED)
 from tests.cut.cases import EQUAL, HOLDER, REFUSED, drawn
 
 

@@ -13,6 +13,7 @@ import graphcap
 from graphcap import CaptureConfig
 from graphcap.errors import CutError
 from graphcap.testing import compare, deterministic
+from tests.cut import cases_crossing, cases_state  # noqa: F401  (they fill EQUAL)
 from tests.cut.cases import EQUAL, Base, Break, drawn, one_tensor
 
 

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from graphcap.errors import CutError, GraphcapError
 from graphcap.testing import compare, deterministic
-from tests.cut.cases import WIDTH, Break, Twice, drawn
+from tests.cut.cases import WIDTH, Break, drawn
+from tests.cut.cases_crossing import Twice
 
 Op = tuple[str, int, int]
 # Drawn evenly; what is written twice comes more often.
