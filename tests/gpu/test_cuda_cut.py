@@ -1,0 +1,67 @@
+"""The automatic cut on a GPU: whole models of transformers, and every small hazard. Run by hand: pytest -m gpu."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+import graphcap
+from graphcap.errors import CutError
+from graphcap.testing import compare
+from tests.cut.cases import EQUAL, HOLDER, REFUSED
+from tests.cut.test_hazards import cases_crossing, cases_refused, cases_state  # noqa: F401  (they fill EQUAL and REFUSED)
+from tests.cut.test_models import MODELS, tokens
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(value: Any) -> Any:
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().cuda().requires_grad_(leaf.requires_grad)
+
+    return tree_map(move, value)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_unmodified_models_equal_eager(name: str, dtype: torch.dtype, experts: str) -> None:
+    def build() -> torch.nn.Module:
+        model = MODELS[name][0](dtype)
+        model.config._experts_implementation = experts
+        return model.cuda()
+
+    verdict = compare(build, lambda index: on_gpu(tokens(index)), steps=20, break_at=("*.experts", "auto"))
+    assert verdict, str(verdict)
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_hazard_equal_to_eager(name: str) -> None:
+    case = EQUAL[name]
+    torch.manual_seed(1)
+    verdict = compare(
+        lambda: case.build().cuda(),
+        lambda index: on_gpu(case.inputs(index)),
+        steps=5,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        break_at=case.break_at,
+        **case.options,
+    )
+    assert verdict, str(verdict)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hazard_refused(name: str) -> None:
+    case = REFUSED[name]
+    HOLDER.clear()
+    torch.manual_seed(1)
+    module = case.build().cuda()
+    args, kwargs = on_gpu(case.inputs(0))
+    with pytest.raises(CutError):
+        graphcap.capture(module, args, kwargs, break_at=case.break_at)
+    torch.rand(2, device="cuda")  # the generator still works
