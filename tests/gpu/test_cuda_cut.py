@@ -18,6 +18,10 @@ from tests.cut.test_models import MODELS, tokens
 pytestmark = pytest.mark.gpu
 
 
+# Their tensor is no buffer, so `.cuda()` leaves it on the CPU, where eager can't use it either.
+HOST_TENSORS = ("a tensor attribute that was there before capture", "a global tensor")
+
+
 def on_gpu(value: Any) -> Any:
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -40,7 +44,7 @@ def test_unmodified_models_equal_eager(name: str, dtype: torch.dtype, experts: s
     assert verdict, str(verdict)
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", [name for name in EQUAL if name not in HOST_TENSORS])
 def test_hazard_equal_to_eager(name: str) -> None:
     case = EQUAL[name]
     torch.manual_seed(1)
@@ -55,7 +59,7 @@ def test_hazard_equal_to_eager(name: str) -> None:
     assert verdict, str(verdict)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [name for name in REFUSED if name not in HOST_TENSORS])
 def test_hazard_refused(name: str) -> None:
     case = REFUSED[name]
     HOLDER.clear()
