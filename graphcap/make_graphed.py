@@ -42,7 +42,7 @@ def capture(
         tuple of C chunks, each a module or a tuple of layers.
     sample_args, sample_kwargs: arguments as calls will have them (shapes, dtypes, strides, requires_grad, constants);
         their values do not matter. Under an order: one entry per chunk.
-    break_at: what must run eagerly: names or patterns of submodules ("*.experts"), modules, module classes, functions,
+    break_at: what must run eagerly: names or patterns of submodules (``"*.experts"``), modules, module classes, functions,
         "auto" (whatever reads the host), or several of these. The model stays as it is (docs/guides/capture-any-model.md).
     order: the steps that will run (`Order` or its text); None means forward, backward, forward, backward, ...
     backend: "cuda", "tape" (CPU, for tests), or "auto".
