@@ -48,7 +48,7 @@ check: $(READY)  ## ruff, mypy --strict, import layers, file length
 	@find $(SOURCES) -name '*.py' -exec awk 'END {if (NR > $(MAX_LINES)) print FILENAME ": " NR " lines"}' {} \; \
 	  | { ! grep . || { echo 'split these files by stage or by noun' >&2; exit 1; }; }
 
-test: check  ## check, then the tests, with coverage
+test: check docs  ## check, docs, then the tests, with coverage
 	@echo '== test: $(WORKERS) workers, coverage of graphcap/ at least $(COVERAGE) %'
 	@$(PYTEST) --shares --cov --cov-report=term --cov-fail-under=$(COVERAGE)
 
