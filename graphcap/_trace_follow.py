@@ -47,6 +47,10 @@ class BreakCall:
     ambient_autocast: tuple[bool, torch.dtype]
     device: str
 
+    @property
+    def in_caching_autocast(self) -> bool:
+        return self.record.in_region
+
     def __call__(self, *values: torch.Tensor) -> Any:
         named = dict(zip(self.record.reads, values, strict=True))
         leaves = [named[x.name] if isinstance(x, Ref) else current(x) for x in self.record.argument_leaves]

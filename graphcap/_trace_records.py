@@ -90,7 +90,8 @@ class Ref:
 @dataclass(frozen=True, slots=True)
 class BreakRecord:
     """A call of a break as it was seen. Leaves are Refs, StateRefs or constants; `new`: the values that it made.
-    grad: whether it ran in grad mode; autocast: (enabled, dtype)."""
+    grad: whether it ran in grad mode; autocast: (enabled, dtype); in_region: it was called inside an autocast region, which
+    caches casts of parameters until its end."""
 
     target: Target
     arguments: Structure
@@ -101,6 +102,7 @@ class BreakRecord:
     new: tuple[str, ...]
     grad: bool
     autocast: tuple[bool, torch.dtype]
+    in_region: bool
     place: Place
 
     @property

@@ -526,17 +526,28 @@ def _refuse_ambiguous_sums(facts: WarmupFacts) -> None:
 
 
 def _refuse_shared_casts(facts: WarmupFacts) -> None:
-    """Autocast casts a parameter once and adds the gradients of all its uses in the low precision; parts cast by
-    themselves, and their gradients are added in the parameter's own."""
+    """An autocast region casts a parameter once and adds the gradients of all its uses in the low precision; parts cast by
+    themselves, and their gradients are added in the parameter's own. The region may surround the call, or be opened
+    inside the callable and still be open at a break."""
     for unit in (sets[0] for sets in facts.units):
-        seen: dict[int, str] = {}
+        seen: dict[tuple[int, int], str] = {}  # parameter, region -> the last part
+        region = 0
         for part in unit.parts:
+            closed = part.part.kind is not GRAPHED and not _inside_region(part.part)
+            region += closed
             for index in part.cast:
                 device = facts.parameters.real[index].device.type
-                if index in seen and torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled():
+                around = torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()
+                key = (index, -1 if around else region)
+                if key in seen:
                     raise CutError(
-                        f"parameter {facts.parameters.names[index]} is cast by autocast in part {seen[index]} and again in "
+                        f"parameter {facts.parameters.names[index]} is cast by autocast in part {seen[key]} and again in "
                         f"part {part.part.name}: eager casts it once and adds its gradients in the low precision, graphs "
-                        "can't. Use it in one part, or capture and call with torch.autocast(..., cache_enabled=False)"
+                        "can't. Use it in one part, or let every such region be torch.autocast(..., cache_enabled=False)"
                     )
-                seen[index] = part.part.name
+                seen[key] = part.part.name
+            region += closed
+
+
+def _inside_region(part: PartPlan) -> bool:
+    return any(getattr(call.run, "in_caching_autocast", False) for call in part.calls)
