@@ -8,7 +8,7 @@ capture order is replay order: forwards, then backwards in reverse (with I and W
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap import _guards
+from graphcap import _torch_private as private
 from graphcap._parts import (
     OutIndex,
     Running,
@@ -32,12 +33,13 @@ from graphcap._parts import (
     sample_copies,
 )
 from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan
+from graphcap._recompute import Again, Watch
 from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
 from graphcap._warmup import PartFacts, Pattern, UnitFacts, WarmupFacts
 from graphcap.backends.base import Backend, Graph, Pool
 from graphcap.errors import CaptureError, CutError, GraphcapError
 from graphcap.order import Phase
-from graphcap.partial_layer import GRAPHED, Opened
+from graphcap.partial_layer import GRAPHED, NOTHING, Opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class PartGraphs:
 
     inputs[i]: where read tensor i is expected. linked[i]: it is another part's static output (or passes through), so it
     is there already. outputs[i]: where made tensor i appears. grad_outputs: one per differentiable output.
-    backward[phase]: one graph per pattern.
+    backward[phase]: one graph per pattern. again: with recompute, how those are replayed.
     """
 
     facts: PartFacts
@@ -65,6 +67,7 @@ class PartGraphs:
     outputs: tuple[torch.Tensor, ...]
     grad_outputs: tuple[torch.Tensor, ...]
     backward: dict[Phase, tuple[BackwardGraph, ...]]
+    again: Again | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class _Work:
     running: list[Running | None]
     env: dict[str, Any]
     statics: list[_PartWork | None]
+    scopes: list[dict[str, Any]]  # per part what it read (graphed), or all values after it (eager)
 
 
 @dataclass(slots=True)
@@ -115,6 +119,10 @@ class _PartWork:
     proxies: list[torch.Tensor]
     grad_outputs: list[torch.Tensor]
     backward: dict[Phase, tuple[BackwardGraph, ...]]
+    again: Again | None = None
+
+
+Finish = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor | None]]
 
 
 class Recorder:
@@ -129,6 +137,8 @@ class Recorder:
         self.buffers: dict[int, torch.Tensor] = {}
         self.hold = self.plan.config.retain_graph
         self.operations = 0
+        self.recompute = self.plan.config.recompute is not None
+        self.saved = 0
 
     def run(self, kept: list[Any]) -> CaptureSet:
         """Record in the order of the plan: a graph set's forward at its first F, its backward at its first B (or I)."""
@@ -152,7 +162,7 @@ class Recorder:
         works.clear()  # every autograd graph of the recording goes: nothing with a grad_fn stays
         for pool in pools:
             pool.poison()
-        plan = replace(plan, static_bytes=_static_bytes(sets, self.buffers))
+        plan = replace(plan, static_bytes=_static_bytes(sets, self.buffers), recompute_saves=self.saved)
         return CaptureSet(plan, self.facts.parameters, sets, self.buffers, pools, tuple(kept), self.operations)
 
     def _phases(self, chunk: int) -> tuple[Phase, ...]:
@@ -170,17 +180,28 @@ class Recorder:
         args, kwargs = sample_copies(sample)  # one object per argument, also where the user passed one tensor twice
         places = {id(leaf): place for place, leaf in enumerate(flatten((args, kwargs))[0])}
         pool = self.backend.new_pool(self.pool)
-        work = _Work(pool, unit, facts, sample, places, [], entry_values(unit, args, kwargs), [])
+        work = _Work(pool, unit, facts, sample, places, [], entry_values(unit, args, kwargs), [], [])
         trace = unit.program.trace
         with torch.set_grad_enabled(facts.grad):
             if trace is not None:
                 trace.follow(args, kwargs, unit.parts, partial(self._opened, work))
-                return work
-            for part in facts.parts:
-                with self._opened(work, part.part) as opened:
-                    if not opened.stands:
-                        run_calls(part.part, opened.scope)
+            else:
+                for part in facts.parts:
+                    with self._opened(work, part.part) as opened:
+                        if not opened.stands:
+                            run_calls(part.part, opened.scope)
+        if self.recompute:
+            self._drop_saved(work)
         return work
+
+    def _drop_saved(self, work: _Work) -> None:
+        """recompute: nothing that autograd saved in the forwards stays."""
+        before = self.backend.allocated(work.pool)
+        for part in work.statics:
+            if part is not None:
+                part.made, part.proxies = [], []
+        work.running.clear()
+        self.saved += before - self.backend.allocated(work.pool)
 
     @contextmanager
     def _opened(self, work: _Work, part: PartPlan) -> Iterator[Opened]:
@@ -202,6 +223,7 @@ class Recorder:
         work.env.update(zip(part.part.makes, _rebuild(part, leaves), strict=True))
         work.running.append(None)
         work.statics.append(None)
+        work.scopes.append(dict(work.env))
 
     def _recording(self, work: _Work, part: PartFacts) -> Iterator[Opened]:
         """Record the forward of one graphed part; at the single `yield` its calls run."""
@@ -217,7 +239,7 @@ class Recorder:
             return proxy_of(static, leaf.spec.requires_grad and grad)
 
         # The values must lie in the static inputs before recording begins: the tape's kernels run on them.
-        env = dict(work.env)
+        env_before, env = dict(work.env), dict(work.env)
         prepared = run_inputs(part, env, proxy)
         modules = _guards.modules_of(work.unit.layers)
         before = _guards.plain_attributes(modules)
@@ -235,6 +257,7 @@ class Recorder:
         leaves = [made[leaf.place] if isinstance(leaf, OutIndex) else leaf for leaf in part.make_leaves]
         work.env.update(zip(part.part.makes, _rebuild(part, leaves), strict=True))
         work.running.append(running)
+        work.scopes.append({name: env_before[name] for name in part.part.reads})
         work.statics.append(
             _PartWork(part, statics, linked, graph, outputs, running.made, running.proxies, [], {})
         )
@@ -309,34 +332,104 @@ class Recorder:
         self, work: _Work, part: _PartWork, phase: Phase, last_phase: bool
     ) -> list[BackwardGraph]:
         recorded: list[BackwardGraph] = []
-        inputs = [part.proxies[i] for i in part.facts.grad_inputs] if phase is not Phase.W else []
+        places = part.facts.grad_inputs if phase is not Phase.W else ()
         indices = part.facts.parameters if phase is not Phase.I else ()
         parameters = [self.facts.parameters.alias[i] for i in indices]
         adding = [i for i in indices if i in self.buffers]
-        wanted = [*inputs, *parameters]
-        if not wanted:
+        if not places and not parameters:
             return recorded
         for number, pattern in enumerate(part.facts.patterns):
             keep = self.hold or not last_phase or number < len(part.facts.patterns) - 1
-            outputs = [part.made[p] for p, there in zip(part.facts.grad_outputs, pattern, strict=True) if there]
             arriving = [g for g, there in zip(part.grad_outputs, pattern, strict=True) if there]
-            with torch.autocast(self.backend.device.type, enabled=False):
-                with self.backend.capture(work.pool, self.generators) as graph, _NoRandom(part.facts.part.name):
+
+            def finish(
+                made: Sequence[torch.Tensor],
+                proxies: Sequence[torch.Tensor],
+                pattern: Pattern = pattern,
+                arriving: Sequence[torch.Tensor] = arriving,
+                keep: bool = keep and not self.recompute,
+            ) -> list[torch.Tensor | None]:
+                outputs = [made[p] for p, there in zip(part.facts.grad_outputs, pattern, strict=True) if there]
+                wanted = [*(proxies[i] for i in places), *parameters]
+                with torch.autocast(self.backend.device.type, enabled=False), _NoRandom(part.facts.part.name):
                     found, _ = differentiate(outputs, wanted, arriving, work.facts.reentrant, retain_graph=keep)
                     results = list(found)
-                    self._add(results, len(inputs), indices)
+                    self._add(results, len(places), indices)
                     if self.plan.config.grads == "alias":
-                        results[len(inputs) :] = _apart(results[len(inputs) :])
-                    if recorded:
-                        results = _share_results(results, recorded[0].results)
+                        results[len(places) :] = _apart(results[len(places) :])
+                    return _share_results(results, recorded[0].results) if recorded else results
+
+            if self.recompute:
+                graph, results = self._run_again(work, part, finish)
+            else:
+                with self.backend.capture(work.pool, self.generators) as graph:
+                    results = finish(part.made, part.proxies)
             self.operations += graph.operations
             held = [None if r is None else r.detach() for r in results]
             if adding:
-                held[len(inputs) :] = [
-                    None if index in self.buffers else r for index, r in zip(indices, held[len(inputs) :], strict=True)
+                held[len(places) :] = [
+                    None if index in self.buffers else r for index, r in zip(indices, held[len(places) :], strict=True)
                 ]
             recorded.append(BackwardGraph(graph, pattern, tuple(held)))
         return recorded
+
+    def _run_again(
+        self, work: _Work, part: _PartWork, finish: Finish
+    ) -> tuple[Graph, list[torch.Tensor | None]]:
+        """recompute: record the part's forward once more and, in the same graph, its differentiation. The stretches of a
+        traced callable run only as pieces of its whole forward; the others run then without being recorded."""
+        mine = part.facts.part.index
+        ended: list[tuple[Graph, list[torch.Tensor | None]]] = []
+
+        @contextmanager
+        def opened(other: PartPlan) -> Iterator[Opened]:
+            scope = {NOTHING: None, **work.scopes[other.index]}
+            if other.index == mine:
+                yield from self._recording_again(work, part, scope, finish, ended)
+            elif other.kind is GRAPHED:
+                with _guards.kept_autocast():
+                    yield Opened(scope)
+            else:
+                yield Opened(scope, stands=True)
+
+        trace = work.unit.program.trace
+        with torch.set_grad_enabled(work.facts.grad):
+            if trace is not None:
+                trace.follow(*sample_copies(work.sample), work.unit.parts, opened)
+            else:
+                with opened(part.facts.part) as run:
+                    run_calls(part.facts.part, run.scope)
+        return ended[0]
+
+    def _recording_again(
+        self,
+        work: _Work,
+        part: _PartWork,
+        env: dict[str, Any],
+        finish: Finish,
+        ended: list[tuple[Graph, list[torch.Tensor | None]]],
+    ) -> Iterator[Opened]:
+        """The capture in which `_run_again` records; at the single `yield` the part's calls run."""
+        plan = part.facts.part
+        wants = [leaf.spec.requires_grad and work.facts.grad for leaf in part.facts.reads]
+        ways = iter([proxy_of(static, grad) for static, grad in zip(part.inputs, wants, strict=True)])
+        prepared = run_inputs(part.facts, env, lambda tensor: next(ways))
+        watch = Watch(plan.name, part.inputs)
+        with _guards.kept_autocast(), in_place_words(plan):
+            with self.backend.capture(work.pool, self.generators) as graph:
+                with watch:
+                    running, scope = open_part(plan, env, lambda tensor: prepared[id(tensor)])
+                    yield Opened(scope)
+                    close_part(running, scope, env)
+                self._agree(part.facts, running)
+                results = finish(running.made, running.proxies)
+                del running, scope
+                env.clear()
+        ended.append((graph, results))
+        real = {private.storage_key(p): p for p in self.facts.parameters.real}
+        reads = (*(part.again.reads if part.again else ()), *(real.get(k, t) for k, t in watch.reads.items()))
+        draws = watch.draws or (part.again is not None and part.again.draws)
+        part.again = Again(plan.name, self.backend, draws, tuple({id(t): t for t in reads}.values()))
 
     def _add(self, results: list[torch.Tensor | None], offset: int, indices: Sequence[int]) -> None:
         """grads="accumulate": the graph adds into the buffers, one foreach for all."""
@@ -469,6 +562,7 @@ def _frozen(work: _Work) -> GraphSet:
             tuple(part.outputs),
             tuple(part.grad_outputs),
             dict(part.backward),
+            part.again,
         )
         for part in work.statics
     )

@@ -38,6 +38,7 @@ class Running:
     make_leaves: list[Any] = field(default_factory=list)
     make_structure: Structure | None = None
     returned: list[int | None] = field(default_factory=list)
+    changes_state: bool = False
 
 
 def sample_copies(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -79,7 +79,8 @@ class CapturePlan:
 
     parts: every part of every chunk, in order. breaks: the EAGER ones. slots: how many sets of static buffers.
     graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1). static_bytes: memory that
-    the static buffers take, known once recording is done (0 before).
+    the static buffers take, known once recording is done (0 before). recompute_saves: bytes of activations that
+    recompute="part" does not keep between forward and backward.
     """
 
     units: tuple[UnitPlan, ...]
@@ -89,6 +90,7 @@ class CapturePlan:
     config: CaptureConfig
     strict: bool
     static_bytes: int = 0
+    recompute_saves: int = 0
 
     @property
     def parts(self) -> tuple[PartPlan, ...]:

@@ -17,6 +17,7 @@ from graphcap import _torch_private as private
 from graphcap._capture import BackwardGraph, CaptureSet, GraphSet, PartGraphs
 from graphcap._parts import OutIndex, distinct_tensors, entry_values
 from graphcap._plan import PartPlan
+from graphcap._recompute import Remembered, run_checkpointed
 from graphcap._tensors import (
     Getter,
     Structure,
@@ -38,13 +39,14 @@ class Flight:
     """One forward whose backward is still to come. The slot refers to it weakly: when the last autograd node that holds
     it is gone (the caller dropped the result), the slot is free."""
 
-    __slots__ = ("__weakref__", "done", "ending", "finished", "generation", "input_results", "on_finish", "phase")
+    __slots__ = ("__weakref__", "again", "done", "ending", "finished", "generation", "input_results", "on_finish", "phase")
 
     def __init__(self, generation: int, on_finish: Callable[[], None]) -> None:
         self.generation = generation
         self.phase = Phase.B
         self.finished = self.ending = False
         self.done: set[tuple[int, Phase]] = set()
+        self.again: dict[int, Remembered] = {}  # by part, for recompute
         self.input_results: dict[int, list[torch.Tensor | None]] = {}
         self.on_finish = on_finish
 
@@ -99,6 +101,8 @@ class _PartNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bound: BoundPart, flight: Flight, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if bound.again is not None:
+            flight.again[bound.index] = bound.again.remember()
         outputs = bound.run(tensors)
         ctx.bound, ctx.flight = bound, flight
         ctx.set_materialize_grads(False)
@@ -145,6 +149,7 @@ class BoundPart:
 
     def __init__(self, graphs: PartGraphs, index: int, slot: Slot, capture: CaptureSet, alias_outputs: bool) -> None:
         self.graphs, self.facts, self.index, self.slot = graphs, graphs.facts, index, slot
+        self.again = graphs.again
         self.retain = capture.plan.config.retain_graph
         self.alias_gradients = capture.plan.config.grads == "alias"
         self.incoming = [
@@ -278,7 +283,10 @@ class BoundPart:
             self._bind_buffers(reached)
             flight.finish_after_backward()
         if graph is not None:  # a part without parameters has nothing to do in a W step but to hand on
-            graph.graph.replay()
+            if self.again is None:
+                graph.graph.replay()
+            else:
+                self.again.replay(graph.graph, flight.again[self.index])
         results = self._results(flight, phase, graph, reached)
         flight.done.add((self.index, phase))
         if phase is not Phase.I:
@@ -481,6 +489,8 @@ class BoundSet:
         self.spec = next(sample.spec for sample in graph_set.unit.samples if sample.slot == graph_set.slot)
         alias = capture.plan.outputs_alias
         self.alias = alias
+        self.recompute = capture.plan.config.recompute is not None and graph_set.facts.grad
+        self.state = _state_of(graph_set) if self.recompute else ()
         self.parts = [
             None if graphs is None else BoundPart(graphs, index, slot, capture, alias)
             for index, graphs in enumerate(graph_set.parts)
@@ -501,7 +511,7 @@ class BoundSet:
         env = entry_values(self.unit, args, kwargs)
         for part, bound, facts in zip(self.unit.parts, self.parts, self.facts.parts, strict=True):
             if bound is None:
-                run_eager(part, facts, env)
+                run_eager(part, facts, env, self.state if self.recompute and not facts.changes_state else None)
             else:
                 bound.call(env, flight if bound.facts.differentiable else None, anchor)
         value = self.unit.program.result(env)
@@ -523,12 +533,31 @@ class BoundSet:
         return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in self._static
 
 
-def run_eager(part: PartPlan, facts: PartFacts, env: dict[str, Any]) -> None:
-    """Run an eager part as it is, and check that what it made is what the next graph expects."""
-    scope = {NOTHING: None, **{name: env[name] for name in part.reads}}
-    for call in part.calls:
-        run_call(call, scope)
-    makes = [scope[name] for name in part.makes]
+def _state_of(graph_set: GraphSet) -> tuple[torch.Tensor, ...]:
+    """The parameters and buffers of the modules that eager parts call."""
+    tops = [layer for layer in graph_set.unit.layers if isinstance(layer, torch.nn.Module)]
+    called = [m for top in tops for m in top.modules() if id(m) in graph_set.facts.eager_modules]
+    found = [t for m in called for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    return tuple({id(tensor): tensor for tensor in found}.values())
+
+
+def run_eager(
+    part: PartPlan, facts: PartFacts, env: dict[str, Any], state: Sequence[torch.Tensor] | None = None
+) -> None:
+    """Run an eager part as it is, and check that what it made is what the next graph expects. With `state` (what it may
+    read besides) it runs under torch's checkpoint."""
+
+    def run(*values: Any) -> list[Any]:
+        scope = {NOTHING: None, **dict(zip(part.reads, values, strict=True))}
+        for call in part.calls:
+            run_call(call, scope)
+        return [scope[name] for name in part.makes]
+
+    values = [env[name] for name in part.reads]
+    if state is not None and torch.is_grad_enabled():
+        makes = run_checkpointed(part.name, run, values, state)
+    else:
+        makes = run(*values)
     leaves, structure = flatten(makes)
     if structure != facts.make_structure:
         raise InputMismatch(f"eager part {part.name} returned another structure than at capture")

@@ -318,8 +318,9 @@ class Analysis(Owners):
                 self.new_value(leaf, name, OUTSIDE, place)
                 new.append(name)
             recorded.append(self._leaf(leaves[at], what))
+        grad, autocast, in_region = state
         record = BreakRecord(
-            target, *arguments, structure, tuple(recorded), tuple(specs), tuple(new), *state, place
+            target, *arguments, structure, tuple(recorded), tuple(specs), tuple(new), grad, autocast, in_region, place
         )
         return record, unflatten(structure, leaves)
 

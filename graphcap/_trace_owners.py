@@ -208,9 +208,9 @@ class Owners(Trace):
             clone = owner.clone() if owner.clone is not None else None
             if clone is not None and clone._version == owner.version:
                 raise CutError(
-                    "a tensor from before a break is changed in place through .data (or another alias that autograd does not "
-                    f"count)\n  made at {line_text(owner.place)}\n  changed at {line_text(user_place())}\n  Way out: change "
-                    "the tensor itself, under torch.no_grad() if need be, or work on a clone"
+                    "a tensor from before a break is changed in place through .data (or another alias that autograd does "
+                    f"not count)\n  made at {line_text(owner.place)}\n  changed at {line_text(user_place())}\n  Way out: "
+                    "change the tensor itself, under torch.no_grad() if need be, or work on a clone"
                 )
             owner.version = 0 if clone is None else clone._version
         self._clones_written.clear()

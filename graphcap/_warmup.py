@@ -31,6 +31,7 @@ from graphcap._parts import (
     sample_copies,
 )
 from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys
+from graphcap._recompute import OwnDraws
 from graphcap._tensors import Structure, TensorSpec, flatten, same_constant, static_copy, tensors_of
 from graphcap.backends.base import Backend
 from graphcap.errors import CutError, GraphcapError, SampleError, WarmupError
@@ -59,7 +60,8 @@ class PartFacts:
     into Parameters), get a gradient here. reach[i]: which results (inputs, then parameters) output i leads to.
     repeated, cast: parameters that are used more than once here, that are converted to another dtype here. returned[i]:
     the place in `reads` of the tensor that an eager part hands on as it came, where output i is one.
-    values: copies of what an eager part made, so that recording runs on real values.
+    values: copies of what an eager part made, so that recording runs on real values. changes_state: an eager part changed
+    a buffer or an attribute, so it must not run twice.
     """
 
     part: PartPlan
@@ -79,6 +81,7 @@ class PartFacts:
     cast: tuple[int, ...]
     returned: tuple[int | None, ...]
     values: tuple[torch.Tensor, ...] = ()
+    changes_state: bool = False
 
     @property
     def differentiable(self) -> bool:
@@ -146,6 +149,7 @@ def _unit_facts(
         last = iteration == plan.config.warmup - 1
         try:
             seen = _Pass(unit, sample, parameters, grad, modules, reentrant)
+            seen.recompute = plan.config.recompute is not None
             seen.forward(watch=iteration > 0)
             facts, reentrant = seen.backward(keep_values=last)
             changed |= seen.changed_by_eager
@@ -232,6 +236,7 @@ class _Pass:
         self.used_parameters: set[int] = set()
         self.changed_by_eager: set[tuple[int, str]] = set()
         self.crossings: Crossings | None = None
+        self.recompute = False
         self._alive: list[Any] = []
 
     def forward(self, *, watch: bool) -> None:
@@ -252,14 +257,19 @@ class _Pass:
         """One part; its calls run inside."""
         eager = part.kind is not GRAPHED
         before = _guards.plain_attributes(self.modules) if watch or eager else None
+        versions = _guards.state_versions(self.modules) if eager else None
         running, scope = open_part(part, self.env, self._proxy)
         with in_place_words(part), self._looked_at(part, running), ExitStack() as stack:
             visited = stack.enter_context(_guards.visited_modules()) if eager else set()
+            draws = stack.enter_context(OwnDraws()) if eager and self.recompute else None
             yield Opened(scope)
         close_part(running, scope, self.env)
         self.eager_modules |= visited
         if before is not None and eager:
-            self.changed_by_eager |= _guards.changed_attributes(before, _guards.plain_attributes(self.modules))
+            changed = _guards.changed_attributes(before, _guards.plain_attributes(self.modules))
+            self.changed_by_eager |= changed
+            running.changes_state = bool(changed) or versions != _guards.state_versions(self.modules)
+            running.changes_state |= draws is not None and draws.seen
         elif before is not None:
             _guards.refuse_host_effects(before, _guards.plain_attributes(self.modules), part.name)
         if self.crossings is not None:
@@ -444,6 +454,7 @@ class _Shape:
             tuple(sorted(self.cast)),
             tuple(running.returned),
             values,
+            running.changes_state,
         )
 
 

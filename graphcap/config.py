@@ -10,6 +10,7 @@ from graphcap.errors import PlanError
 Grads = Literal["return", "accumulate", "alias"]
 Outputs = Literal["copy", "alias"]
 OnMismatch = Literal["error", "eager"]
+Recompute = Literal["part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class CaptureConfig:
     on_mismatch: "error" raises InputMismatch when a call differs from what was captured; "eager" runs the module itself
         and counts the reason in `graphed.stats`.
     retain_graph: a second backward through one forward is allowed, until the slot's next forward.
+    recompute: "part" keeps no activation of a part: its backward graph runs its forward once more, with the random numbers
+        of the first; eager parts that change no state run under torch.utils.checkpoint. Less memory, more work.
     """
 
     warmup: int = 3
@@ -32,6 +35,7 @@ class CaptureConfig:
     outputs: Outputs | None = None
     on_mismatch: OnMismatch = "error"
     retain_graph: bool = False
+    recompute: Recompute | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.warmup, int) or isinstance(self.warmup, bool) or self.warmup < 1:
@@ -39,6 +43,7 @@ class CaptureConfig:
         _one_of("grads", self.grads, ("return", "accumulate", "alias"))
         _one_of("outputs", self.outputs, (None, "copy", "alias"))
         _one_of("on_mismatch", self.on_mismatch, ("error", "eager"))
+        _one_of("recompute", self.recompute, (None, "part"))
         if not isinstance(self.retain_graph, bool):
             raise PlanError(f"CaptureConfig(retain_graph={self.retain_graph!r}): expected True or False")
 

@@ -10,8 +10,10 @@ def plan_text(plan: CapturePlan) -> str:
     """The plan as lines: a head with counts and bytes, one per part, then the slots that several microbatches share."""
     lines = [
         f"{_counted(plan.graphs, 'graphed part')}, {_counted(len(plan.breaks), 'break')}, {_counted(plan.slots, 'slot')}, "
-        f"{_bytes(plan.static_bytes) if plan.static_bytes else 'not recorded yet'}"
+        f"{_bytes(plan.static_bytes) + ' static' if plan.static_bytes else 'not recorded yet'}"
     ]
+    if plan.config.recompute is not None and plan.static_bytes:
+        lines[0] += f", {_bytes(plan.recompute_saves)} of activations recomputed instead of kept"
     for unit in plan.units:
         if len(plan.units) > 1:
             lines.append(f"{unit.title}:")
@@ -50,5 +52,5 @@ def _short(name: str) -> str:
 def _bytes(count: int) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
-            return f"{count / size:.1f} {unit} static"
-    return f"{count} bytes static"
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

@@ -401,7 +401,7 @@ class _TwoCasts(Base):
         return self.b(self.brk2(y))
 
 
-@refused("a tensor from before a break changed through .data", "autograd does not count")
+@refused("a tensor from before a break changed through .data", "through .data")
 class _DataChanged(Base):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x) * 1

@@ -99,6 +99,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"order": "0F0 0F1 0I0 0I1 0W0 0W1"},
     {"order": "0F0 0F1 0B1 0F2 0B0 0B2"},
     {"grad_mode": False},
+    {"config": {"recompute": "part"}},
+    {"config": {"recompute": "part", "grads": "accumulate"}, "order": "0F0 0F1 0I0 0I1 0W0 0W1"},
 )
 
 
