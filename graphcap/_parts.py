@@ -11,7 +11,7 @@ import torch
 
 from graphcap._plan import PartPlan, Sample, UnitPlan
 from graphcap._tensors import Structure, check_leaf, flatten, static_copy, tensors_of, unflatten
-from graphcap.errors import CutError
+from graphcap.errors import CutError, GraphcapError
 from graphcap.partial_layer import GRAPHED, NOTHING, run_call
 
 
@@ -39,6 +39,7 @@ class Running:
     make_structure: Structure | None = None
     returned: list[int | None] = field(default_factory=list)
     changes_state: bool = False
+    buffers: tuple[torch.Tensor, ...] = ()
 
 
 def sample_copies(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -163,7 +164,7 @@ def differentiate(
             )
             return list(found), False
         except RuntimeError as error:
-            if "checkpoint" not in str(error).lower():
+            if isinstance(error, GraphcapError) or "checkpoint" not in str(error).lower():
                 raise
     for leaf in inputs:
         leaf.grad = None

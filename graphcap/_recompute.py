@@ -134,19 +134,30 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 yield from tensors_in((named.get("running_mean"), named.get("running_var")))
 
 
-class OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whether an eager part draws from a generator that torch's checkpoint would not set back."""
+class EagerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at an eager part in warm-up. draws: from a generator that torch's checkpoint would not set back; reads: the
+    storages that it reads."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
+        self.draws = False
+        self.reads: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.seen = self.seen or any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+        self.draws = self.draws or any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+        self.reads.update(private.storage_key(tensor) for tensor in tensors_in(args, kwargs) if _is_dense(tensor))
         return func(*args, **kwargs)
+
+    def of(self, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Those of them that were read."""
+        return tuple(t for t in tensors if _is_dense(t) and private.storage_key(t) in self.reads)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not private.overrides_dispatch(tensor) and not private.is_transformed(tensor)
 
 
 def run_checkpointed(

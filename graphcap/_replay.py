@@ -534,11 +534,10 @@ class BoundSet:
 
 
 def _state_of(graph_set: GraphSet) -> tuple[torch.Tensor, ...]:
-    """The parameters and buffers of the modules that eager parts call."""
-    tops = [layer for layer in graph_set.unit.layers if isinstance(layer, torch.nn.Module)]
-    called = [m for top in tops for m in top.modules() if id(m) in graph_set.facts.eager_modules]
-    found = [t for m in called for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
-    return tuple({id(tensor): tensor for tensor in found}.values())
+    """The parameters that eager parts alone may read. (What graphs read, their own backward looks at.)"""
+    modules = [layer for layer in graph_set.unit.layers if isinstance(layer, torch.nn.Module)]
+    own = [p for m in modules for p in m.parameters() if id(p) not in graph_set.facts.used_parameters]
+    return tuple({id(parameter): parameter for parameter in own}.values())
 
 
 def run_eager(
@@ -555,7 +554,7 @@ def run_eager(
 
     values = [env[name] for name in part.reads]
     if state is not None and torch.is_grad_enabled():
-        makes = run_checkpointed(part.name, run, values, state)
+        makes = run_checkpointed(part.name, run, values, (*state, *facts.buffers))
     else:
         makes = run(*values)
     leaves, structure = flatten(makes)

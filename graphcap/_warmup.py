@@ -31,7 +31,7 @@ from graphcap._parts import (
     sample_copies,
 )
 from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys
-from graphcap._recompute import OwnDraws
+from graphcap._recompute import EagerWatch
 from graphcap._tensors import Structure, TensorSpec, flatten, same_constant, static_copy, tensors_of
 from graphcap.backends.base import Backend
 from graphcap.errors import CutError, GraphcapError, SampleError, WarmupError
@@ -61,7 +61,7 @@ class PartFacts:
     repeated, cast: parameters that are used more than once here, that are converted to another dtype here. returned[i]:
     the place in `reads` of the tensor that an eager part hands on as it came, where output i is one.
     values: copies of what an eager part made, so that recording runs on real values. changes_state: an eager part changed
-    a buffer or an attribute, so it must not run twice.
+    a buffer or an attribute, so it must not run twice; buffers: those that it read (both for recompute).
     """
 
     part: PartPlan
@@ -82,6 +82,7 @@ class PartFacts:
     returned: tuple[int | None, ...]
     values: tuple[torch.Tensor, ...] = ()
     changes_state: bool = False
+    buffers: tuple[torch.Tensor, ...] = ()
 
     @property
     def differentiable(self) -> bool:
@@ -261,7 +262,7 @@ class _Pass:
         running, scope = open_part(part, self.env, self._proxy)
         with in_place_words(part), self._looked_at(part, running), ExitStack() as stack:
             visited = stack.enter_context(_guards.visited_modules()) if eager else set()
-            draws = stack.enter_context(OwnDraws()) if eager and self.recompute else None
+            watch_eager = stack.enter_context(EagerWatch()) if eager and self.recompute else None
             yield Opened(scope)
         close_part(running, scope, self.env)
         self.eager_modules |= visited
@@ -269,7 +270,9 @@ class _Pass:
             changed = _guards.changed_attributes(before, _guards.plain_attributes(self.modules))
             self.changed_by_eager |= changed
             running.changes_state = bool(changed) or versions != _guards.state_versions(self.modules)
-            running.changes_state |= draws is not None and draws.seen
+            if watch_eager is not None:
+                running.changes_state |= watch_eager.draws
+                running.buffers = watch_eager.of(b for module in self.modules for b in module.buffers())
         elif before is not None:
             _guards.refuse_host_effects(before, _guards.plain_attributes(self.modules), part.name)
         if self.crossings is not None:
@@ -392,11 +395,14 @@ class _Shape:
             elif number is not None:
                 self.grad_inputs.add(number)
             else:
-                raise CutError(
-                    f"part {running.part.name} uses a tensor of shape {list(leaf.shape)} that requires grad but is "
-                    "neither an argument nor a parameter of the captured modules, so its gradient would be lost: "
-                    "register it as a parameter, or pass it as an argument"
-                )
+                self._refuse_lost(leaf)
+
+    def _refuse_lost(self, leaf: torch.Tensor) -> None:
+        raise CutError(
+            f"part {self.running.part.name} uses a tensor of shape {list(leaf.shape)} that requires grad but is neither an "
+            "argument nor a parameter of the captured modules, so its gradient would be lost: register it as a parameter, "
+            "or pass it as an argument"
+        )
 
     def _refuse_bypass(self, leaf: torch.Tensor, index: int) -> None:
         parameters = self._pass.parameters
@@ -455,6 +461,7 @@ class _Shape:
             tuple(running.returned),
             values,
             running.changes_state,
+            running.buffers,
         )
 
 
