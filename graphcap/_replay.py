@@ -116,15 +116,50 @@ class _PartNode(torch.autograd.Function):
         return (None, None, *ctx.bound.backward(ctx.flight, gradients))
 
 
-@dataclass(slots=True)
+_apply_node = private.node_apply(_PartNode)
+
+
+@dataclass(frozen=True, slots=True)
 class _Memory:
-    """A static tensor to copy into: its compact view, where it lies, and whether copies may be left out."""
+    """A static tensor to copy into: its compact view, its strides, where it lies, and whether copies may be left out."""
 
     place: int
     static: torch.Tensor
+    strides: tuple[int, ...]
     address: int
     storage: int
     expanded: bool
+
+
+class _Copies:
+    """Fills a group of static tensors: what lies in its place already is left, the others go in one copy."""
+
+    __slots__ = ("memories", "storages")
+
+    def __init__(self, memories: Sequence[_Memory]) -> None:
+        self.memories = tuple(memories)
+        self.storages = frozenset(memory.storage for memory in memories)
+
+    def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        """`tensors[memory.place]` into every memory; a missing one is zeroed."""
+        targets, sources = [], []
+        for memory in self.memories:
+            source = tensors[memory.place]
+            if source is None:
+                memory.static.zero_()
+                continue
+            if source.data_ptr() == memory.address and (memory.expanded or source.stride() == memory.strides):
+                continue
+            if memory.expanded:
+                source = _like(source, memory.static)
+            if source.untyped_storage().data_ptr() in self.storages and source.numel():
+                source = source.clone()  # an aliased output that comes back may lie in what is written here
+            targets.append(memory.static)
+            sources.append(source)
+        if len(targets) == 1:
+            targets[0].copy_(sources[0])
+        elif targets:
+            torch._foreach_copy_(targets, sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +182,11 @@ class BoundPart:
         self.graphs, self.facts, self.index, self.slot = graphs, graphs.facts, index, slot
         self.retain = capture.plan.config.retain_graph
         self.alias_gradients = capture.plan.config.grads == "alias"
-        self.incoming = [
-            _memory(place, static)
-            for place, static in enumerate(graphs.inputs)
-            if not graphs.linked[place]
-        ]
-        self.arriving = [_memory(p, g) for p, g in zip(self.facts.grad_outputs, graphs.grad_outputs, strict=False)]
+        linked = graphs.linked
+        self.incoming = _Copies([_memory(n, static) for n, static in enumerate(graphs.inputs) if not linked[n]])
+        self.arriving = _Copies(
+            [_memory(n, g) for n, g in zip(self.facts.grad_outputs, graphs.grad_outputs, strict=False)]
+        )
         self.leaving = frozenset() if alias_outputs else _leaving(self.facts)
         real = capture.parameters.real
         self.returned = [real[i] for i in self.facts.parameters if i not in capture.buffers]
@@ -173,6 +207,7 @@ class BoundPart:
             static.stride() != dense_strides(static) and not overlaps(compact(static)) for static in graphs.outputs
         ]
         self.undifferentiable = [n for n, spec in enumerate(self.facts.made) if not spec.requires_grad]
+        self._width = len(self.facts.reads) + len(self.returned) + bool(self.added)
         self._returned_at = [n for n, i in enumerate(self.facts.parameters) if i not in capture.buffers]
         self.fresh_inputs = {
             n: not graphs.linked[n] for n in self.facts.grad_inputs
@@ -185,8 +220,10 @@ class BoundPart:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Copy in, replay, and give the static outputs as new tensor objects (copies where they leave as copies)."""
-        _copy([(memory, tensors[memory.place]) for memory in self.incoming])
+        self.incoming.fill(tensors)
         self.graphs.forward.replay()
+        if not self.leaving:
+            return tuple([static.detach() for static in self.graphs.outputs])
         return tuple(
             (static_copy(static) if self._gaps[place] else static.clone()) if place in self.leaving else static.detach()
             for place, static in enumerate(self.graphs.outputs)
@@ -199,7 +236,7 @@ class BoundPart:
                 outputs = self.run(tensors)
         else:
             extra = self.returned if not self.added else [*self.returned, anchor]
-            outputs = _PartNode.apply(self, flight, *tensors, *extra)  # type: ignore[no-untyped-call]
+            outputs = _apply_node(self, flight, *tensors, *extra)
         if self._made_names is not None:
             for name, place in self._made_names:
                 env[name] = outputs[place]
@@ -264,16 +301,17 @@ class BoundPart:
     def backward(self, flight: Flight, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Replay the backward for the gradients that arrived; one result per input of the node."""
         phase = self._phase(flight)
-        nothing: list[torch.Tensor | None] = [None] * (len(self.facts.reads) + len(self.returned) + bool(self.added))
-        arrived = [gradients[memory.place] for memory in self.arriving]
-        if all(gradient is None for gradient in arrived):
+        nothing: list[torch.Tensor | None] = [None] * self._width
+        pattern = tuple([gradients[place] is not None for place in self.facts.grad_outputs])
+        if not any(pattern):
             return nothing
         self._require_valid(flight, phase)
-        graph, reached = self._choose(phase, arrived)
+        graph, reached = self._choices.get((phase, pattern)) or self._choose(phase, pattern)
         if graph is None and phase is not Phase.W:
             return nothing
         if phase is not Phase.W:
-            self._copy_gradients(arrived)
+            self._require_dense(gradients)
+            self.arriving.fill(gradients)
         if phase is not Phase.I:
             self._bind_buffers(reached)
             flight.finish_after_backward()
@@ -303,34 +341,24 @@ class BoundPart:
                 "CaptureConfig(retain_graph=True) to allow it"
             )
 
-    def _choose(
-        self, phase: Phase, arrived: Sequence[torch.Tensor | None]
-    ) -> tuple[BackwardGraph | None, frozenset[int]]:
+    def _choose(self, phase: Phase, pattern: Pattern) -> tuple[BackwardGraph | None, frozenset[int]]:
         """The backward graph for the gradients that arrived, and which results they lead to. Where none was recorded for
         just these, the one for all outputs runs on zeros, and what only the missing ones lead to stays None."""
-        pattern = tuple(gradient is not None for gradient in arrived)
-        choice = self._choices.get((phase, pattern))
-        if choice is None:
-            graphs = self.graphs.backward.get(phase, ())
-            exact = next((graph for graph in graphs if graph.pattern == pattern), None)
-            every = next((graph for graph in graphs if all(graph.pattern)), None)
-            arriving = [results for results, there in zip(self.facts.reach, pattern, strict=True) if there]
-            choice = self._choices[phase, pattern] = (exact or every, frozenset().union(*arriving))
+        graphs = self.graphs.backward.get(phase, ())
+        exact = next((graph for graph in graphs if graph.pattern == pattern), None)
+        every = next((graph for graph in graphs if all(graph.pattern)), None)
+        arriving = [results for results, there in zip(self.facts.reach, pattern, strict=True) if there]
+        choice = self._choices[phase, pattern] = (exact or every, frozenset().union(*arriving))
         return choice
 
-    def _copy_gradients(self, arrived: Sequence[torch.Tensor | None]) -> None:
-        pairs = []
-        for memory, gradient in zip(self.arriving, arrived, strict=True):
-            if gradient is None:
-                memory.static.zero_()
-            elif gradient.layout is not torch.strided:
+    def _require_dense(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for place in self.facts.grad_outputs:
+            gradient = gradients[place]
+            if gradient is not None and gradient.layout is not torch.strided:
                 raise InputMismatch(
                     f"part {self.facts.part.name}: a gradient with the layout {gradient.layout} arrived; only dense "
                     "gradients can be copied into a static buffer (embedding(sparse=True) in an eager part?)"
                 )
-            else:
-                pairs.append((memory, gradient))
-        _copy(pairs)
 
     def _results(
         self, flight: Flight, phase: Phase, graph: BackwardGraph | None, reached: frozenset[int]
@@ -349,19 +377,26 @@ class BoundPart:
                     results[place] = gradient
                     if self.fresh_inputs[place]:
                         to_copy.append((place, gradient))
+        packed: dict[int, torch.Tensor] = {}
+        if graph is not None and graph.arena is not None and phase is not Phase.I:
+            packed = graph.arena.fresh()
         for n, at in enumerate(self._returned_at):
             gradient = None
             if phase is not Phase.I and inputs + at in reached:
-                gradient = held[inputs + offset + at]
-            if gradient is not None and not self.alias_gradients:
-                to_copy.append((len(self.facts.reads) + n, gradient))
-            elif gradient is not None:
-                gradient = gradient.detach()  # autograd keeps a gradient as `.grad` that nobody else refers to
+                number = inputs + offset + at
+                gradient = packed.get(number)
+                if gradient is None:
+                    gradient = held[number]
+                    if gradient is not None and not self.alias_gradients:
+                        to_copy.append((len(self.facts.reads) + n, gradient))
+                    elif gradient is not None:
+                        gradient = gradient.detach()  # autograd keeps a gradient that nobody else refers to as `.grad`
             results.append(gradient)
         if self.added:
             results.append(None)
-        for (place, _), copy in zip(to_copy, fresh([gradient for _, gradient in to_copy]), strict=True):
-            results[place] = copy
+        if to_copy:
+            for (place, _), copy in zip(to_copy, fresh([gradient for _, gradient in to_copy]), strict=True):
+                results[place] = copy
         if phase is Phase.I:
             flight.input_results[self.index] = results[: len(self.facts.reads)]
         return results
@@ -373,63 +408,58 @@ class BoundPart:
         for entry in self.added:
             if entry.result not in reached:
                 continue
-            if getattr(entry.parameter, "_backward_hooks", None):
-                raise StateError(
-                    f"{entry.name} got a tensor hook (register_hook) after capture, which never sees a gradient that the "
-                    "graph adds itself: remove it, or capture with grads='return'"
-                )
-            if not entry.parameter.requires_grad:
-                raise StateError(
-                    f"{entry.name} was frozen (requires_grad_(False)) between forward and backward, but the graph adds its "
-                    "gradient: freeze it before the forward, and capture again"
-                )
-            bound = getattr(entry.parameter, entry.home, None)
-            if bound is entry.buffer and bound.data_ptr() == entry.address:
-                continue
-            if bound is entry.buffer:
-                raise StateError(
-                    f"{entry.name}.{entry.home} has moved to other memory (.data was rebound), but the graph adds into the "
-                    "old one: change values in place, or capture again"
-                )
-            if bound is not None or entry.home == "main_grad":
-                raise StateError(
-                    f"{entry.name}.{entry.home} is another tensor than the buffer that the graph adds into: put that one "
-                    "back (or set .grad to None, as zero_grad(set_to_none=True) does), zero the buffer in place, or "
-                    "capture with grads='return'"
-                )
-            entry.parameter.grad = entry.buffer
-            emptied.append(entry.buffer)
+            parameter, buffer = entry.parameter, entry.buffer
+            bound = parameter.grad if entry.home == "grad" else getattr(parameter, "main_grad", None)
+            if parameter._backward_hooks or not parameter.requires_grad:
+                raise self._unfit(entry)
+            if bound is buffer:
+                if buffer.data_ptr() != entry.address:
+                    raise self._unfit(entry)
+            elif bound is None and entry.home == "grad":
+                parameter.grad = buffer
+                emptied.append(buffer)
+            else:
+                raise self._unfit(entry)
         if emptied:
             torch._foreach_zero_(emptied)
 
+    @staticmethod
+    def _unfit(entry: _Added) -> StateError:
+        """Why the graph's own adding would not do what autograd does."""
+        bound = getattr(entry.parameter, entry.home, None)
+        if entry.parameter._backward_hooks:
+            return StateError(
+                f"{entry.name} got a tensor hook (register_hook) after capture, which never sees a gradient that the "
+                "graph adds itself: remove it, or capture with grads='return'"
+            )
+        if not entry.parameter.requires_grad:
+            return StateError(
+                f"{entry.name} was frozen (requires_grad_(False)) between forward and backward, but the graph adds its "
+                "gradient: freeze it before the forward, and capture again"
+            )
+        if bound is entry.buffer:
+            return StateError(
+                f"{entry.name}.{entry.home} has moved to other memory (.data was rebound), but the graph adds into the "
+                "old one: change values in place, or capture again"
+            )
+        return StateError(
+            f"{entry.name}.{entry.home} is another tensor than the buffer that the graph adds into: put that one "
+            "back (or set .grad to None, as zero_grad(set_to_none=True) does), zero the buffer in place, or "
+            "capture with grads='return'"
+        )
+
     def _fire_hooks(self, reached: frozenset[int]) -> None:
         for entry in self.added:
-            hooks = getattr(entry.parameter, "_post_accumulate_grad_hooks", None)
-            for hook in list(hooks.values()) if hooks and entry.result in reached else ():
-                hook(entry.parameter)
+            hooks = entry.parameter._post_accumulate_grad_hooks
+            if hooks and entry.result in reached:
+                for hook in list(hooks.values()):
+                    hook(entry.parameter)
 
 
 def _memory(place: int, static: torch.Tensor) -> _Memory:
     core = compact(static)
-    return _Memory(place, core, static.data_ptr(), static.untyped_storage().data_ptr(), core.shape != static.shape)
-
-
-def _copy(pairs: Sequence[tuple[_Memory, torch.Tensor]]) -> None:
-    """Copy what does not lie in its place already, all in one foreach."""
-    targets, sources = [], []
-    for memory, tensor in pairs:
-        if tensor.data_ptr() == memory.address and (memory.expanded or tensor.stride() == memory.static.stride()):
-            continue
-        targets.append(memory.static)
-        sources.append(_like(tensor, memory.static) if memory.expanded else tensor)
-    written = {memory.storage for memory, _ in pairs}
-    for n, source in enumerate(sources):  # an aliased output that comes back may lie in what is written here
-        if source.untyped_storage().data_ptr() in written and source.numel():
-            sources[n] = source.clone()
-    if len(targets) == 1:
-        targets[0].copy_(sources[0])
-    elif targets:
-        torch._foreach_copy_(targets, sources)
+    storage = static.untyped_storage().data_ptr()
+    return _Memory(place, core, core.stride(), static.data_ptr(), storage, core.shape != static.shape)
 
 
 def _like(tensor: torch.Tensor, core: torch.Tensor) -> torch.Tensor:
