@@ -27,6 +27,11 @@ class Arena:
     like: tuple[torch.Tensor, ...]
     places: tuple[tuple[int, int], ...]
 
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The results that lie here."""
+        return frozenset(number for number, _ in self.places)
+
     def fresh(self) -> dict[int, torch.Tensor]:
         """Copies on new memory, by the number of the result."""
         views = private.unflatten(self.flat.clone(), self.like)

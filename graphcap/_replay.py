@@ -148,6 +148,11 @@ class _Copies:
             if source is None:
                 memory.static.zero_()
                 continue
+            if source.layout is not torch.strided:
+                raise InputMismatch(
+                    f"a gradient with the layout {source.layout} arrived; only dense gradients can be copied into a static "
+                    "buffer (embedding(sparse=True) in an eager part?)"
+                )
             if source.data_ptr() == memory.address and (memory.expanded or source.stride() == memory.strides):
                 continue
             if memory.expanded:
@@ -173,6 +178,17 @@ class _Added:
     home: str
     result: int
     address: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What runs for one set of arriving gradients: the graph, the results that they lead to, and how those leave."""
+
+    graph: BackwardGraph | None
+    reached: frozenset[int]
+    kept: list[tuple[int, torch.Tensor]]
+    copied: list[tuple[int, torch.Tensor]]
+    packed: list[tuple[int, int]]
 
 
 class BoundPart:
@@ -209,12 +225,10 @@ class BoundPart:
         self.undifferentiable = [n for n, spec in enumerate(self.facts.made) if not spec.requires_grad]
         self._width = len(self.facts.reads) + len(self.returned) + bool(self.added)
         self._returned_at = [n for n, i in enumerate(self.facts.parameters) if i not in capture.buffers]
-        self.fresh_inputs = {
-            n: not graphs.linked[n] for n in self.facts.grad_inputs
-        }
+        self._grad_places = self.facts.grad_outputs
         self._reach: list[tuple[int, str, tuple[Getter, ...]]] | None = None
         self._made_names = _bare_makes(self.facts)
-        self._choices: dict[tuple[Phase, Pattern], tuple[BackwardGraph | None, frozenset[int]]] = {}
+        self._choices: dict[tuple[Phase, Pattern], _Choice] = {}
 
     # ------------------------------------------------------------------------------------------------------ forward
 
@@ -235,8 +249,10 @@ class BoundPart:
             with torch.no_grad():
                 outputs = self.run(tensors)
         else:
-            extra = self.returned if not self.added else [*self.returned, anchor]
-            outputs = _apply_node(self, flight, *tensors, *extra)
+            if self.added and not any([tensor.requires_grad for tensor in tensors]):
+                outputs = _apply_node(self, flight, *tensors, *self.returned, anchor)  # else there would be no node
+            else:
+                outputs = _apply_node(self, flight, *tensors, *self.returned)
         if self._made_names is not None:
             for name, place in self._made_names:
                 env[name] = outputs[place]
@@ -300,33 +316,29 @@ class BoundPart:
 
     def backward(self, flight: Flight, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Replay the backward for the gradients that arrived; one result per input of the node."""
-        phase = self._phase(flight)
-        nothing: list[torch.Tensor | None] = [None] * self._width
-        pattern = tuple([gradients[place] is not None for place in self.facts.grad_outputs])
-        if not any(pattern):
-            return nothing
+        phase = flight.phase
+        if phase is Phase.W and (self.index, Phase.I) not in flight.done:
+            phase = Phase.B  # no input gradient was asked of this part, so nothing is there to build on
+        pattern = tuple([gradients[place] is not None for place in self._grad_places])
+        if True not in pattern:
+            return [None] * self._width
         self._require_valid(flight, phase)
-        graph, reached = self._choices.get((phase, pattern)) or self._choose(phase, pattern)
-        if graph is None and phase is not Phase.W:
-            return nothing
+        choice = self._choices.get((phase, pattern)) or self._choose(phase, pattern)
         if phase is not Phase.W:
-            self._require_dense(gradients)
+            if choice.graph is None:
+                return [None] * self._width
             self.arriving.fill(gradients)
         if phase is not Phase.I:
-            self._bind_buffers(reached)
+            if self.added:
+                self._bind_buffers(choice.reached)
             flight.finish_after_backward()
-        if graph is not None:  # a part without parameters has nothing to do in a W step but to hand on
-            graph.graph.replay()
-        results = self._results(flight, phase, graph, reached)
+        if choice.graph is not None:  # a part without parameters has nothing to do in a W step but to hand on
+            choice.graph.graph.replay()
+        results = self._results(flight, phase, choice)
         flight.done.add((self.index, phase))
-        if phase is not Phase.I:
-            self._fire_hooks(reached)
+        if self.added and phase is not Phase.I:
+            self._fire_hooks(choice.reached)
         return results
-
-    def _phase(self, flight: Flight) -> Phase:
-        if flight.phase is Phase.W and (self.index, Phase.I) not in flight.done:
-            return Phase.B  # no input gradient was asked of this part, so nothing is there to build on
-        return flight.phase
 
     def _require_valid(self, flight: Flight, phase: Phase) -> None:
         if flight.generation != self.slot.generation:
@@ -341,64 +353,69 @@ class BoundPart:
                 "CaptureConfig(retain_graph=True) to allow it"
             )
 
-    def _choose(self, phase: Phase, pattern: Pattern) -> tuple[BackwardGraph | None, frozenset[int]]:
-        """The backward graph for the gradients that arrived, and which results they lead to. Where none was recorded for
-        just these, the one for all outputs runs on zeros, and what only the missing ones lead to stays None."""
+    def _choose(self, phase: Phase, pattern: Pattern) -> _Choice:
+        """Where no graph was recorded for just the gradients that arrived, the one for all outputs runs on zeros, and what
+        only the missing ones lead to stays None."""
         graphs = self.graphs.backward.get(phase, ())
         exact = next((graph for graph in graphs if graph.pattern == pattern), None)
-        every = next((graph for graph in graphs if all(graph.pattern)), None)
-        arriving = [results for results, there in zip(self.facts.reach, pattern, strict=True) if there]
-        choice = self._choices[phase, pattern] = (exact or every, frozenset().union(*arriving))
+        graph = exact or next((graph for graph in graphs if all(graph.pattern)), None)
+        reached = frozenset().union(
+            *(results for results, there in zip(self.facts.reach, pattern, strict=True) if there)
+        )
+        choice = self._choices[phase, pattern] = _Choice(graph, reached, *self._ways_out(phase, graph, reached))
         return choice
 
-    def _require_dense(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for place in self.facts.grad_outputs:
-            gradient = gradients[place]
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise InputMismatch(
-                    f"part {self.facts.part.name}: a gradient with the layout {gradient.layout} arrived; only dense "
-                    "gradients can be copied into a static buffer (embedding(sparse=True) in an eager part?)"
-                )
-
-    def _results(
-        self, flight: Flight, phase: Phase, graph: BackwardGraph | None, reached: frozenset[int]
-    ) -> list[torch.Tensor | None]:
-        held: tuple[torch.Tensor | None, ...] = () if graph is None else graph.results
+    def _ways_out(
+        self, phase: Phase, graph: BackwardGraph | None, reached: frozenset[int]
+    ) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]], list[tuple[int, int]]]:
+        """(place among the node's inputs, static gradient) of what is handed on as it is, of what is copied; and (place,
+        number of the result) of what the arena holds."""
+        kept: list[tuple[int, torch.Tensor]] = []
+        copied: list[tuple[int, torch.Tensor]] = []
+        packed: list[tuple[int, int]] = []
+        if graph is None:
+            return kept, copied, packed
         inputs = len(self.facts.grad_inputs)
-        offset = 0 if phase is not Phase.W else -inputs  # where the parameters begin in the graph's results
-        results: list[torch.Tensor | None] = [None] * len(self.facts.reads)
-        to_copy: list[tuple[int, torch.Tensor]] = []
-        if phase is Phase.W:
-            results = list(flight.input_results.pop(self.index))
-        else:
+        if phase is not Phase.W:
             for number, place in enumerate(self.facts.grad_inputs):
-                gradient = held[number]
+                gradient = graph.results[number]
                 if gradient is not None and number in reached:
-                    results[place] = gradient
-                    if self.fresh_inputs[place]:
-                        to_copy.append((place, gradient))
-        packed: dict[int, torch.Tensor] = {}
-        if graph is not None and graph.arena is not None and phase is not Phase.I:
-            packed = graph.arena.fresh()
-        for n, at in enumerate(self._returned_at):
-            gradient = None
-            if phase is not Phase.I and inputs + at in reached:
-                number = inputs + offset + at
-                gradient = packed.get(number)
-                if gradient is None:
-                    gradient = held[number]
-                    if gradient is not None and not self.alias_gradients:
-                        to_copy.append((len(self.facts.reads) + n, gradient))
-                    elif gradient is not None:
-                        gradient = gradient.detach()  # autograd keeps a gradient that nobody else refers to as `.grad`
-            results.append(gradient)
-        if self.added:
-            results.append(None)
-        if to_copy:
-            for (place, _), copy in zip(to_copy, fresh([gradient for _, gradient in to_copy]), strict=True):
-                results[place] = copy
+                    (kept if self.graphs.linked[place] else copied).append((place, gradient))
         if phase is Phase.I:
-            flight.input_results[self.index] = results[: len(self.facts.reads)]
+            return kept, copied, packed
+        begin = inputs if phase is not Phase.W else 0  # where the parameters begin in the graph's results
+        held = frozenset() if graph.arena is None else graph.arena.numbers
+        for n, at in enumerate(self._returned_at):
+            gradient, place = graph.results[begin + at], len(self.facts.reads) + n
+            if gradient is None or inputs + at not in reached:
+                continue
+            if begin + at in held:
+                packed.append((place, begin + at))
+            else:
+                (kept if self.alias_gradients else copied).append((place, gradient))
+        return kept, copied, packed
+
+    def _results(self, flight: Flight, phase: Phase, choice: _Choice) -> list[torch.Tensor | None]:
+        results: list[torch.Tensor | None] = [None] * self._width
+        reads = len(self.facts.reads)
+        if phase is Phase.W:
+            results[:reads] = flight.input_results.pop(self.index)
+        for place, gradient in choice.kept:
+            # autograd keeps a gradient as `.grad` that nobody else refers to: an alias that is new each time
+            results[place] = gradient if place < reads else gradient.detach()
+        if len(choice.copied) == 1:
+            results[choice.copied[0][0]] = choice.copied[0][1].clone()
+        elif choice.copied:
+            copies = fresh([gradient for _, gradient in choice.copied])
+            for (place, _), copy in zip(choice.copied, copies, strict=True):
+                results[place] = copy
+        if choice.packed:
+            assert choice.graph is not None and choice.graph.arena is not None
+            views = choice.graph.arena.fresh()
+            for place, number in choice.packed:
+                results[place] = views[number]
+        if phase is Phase.I:
+            flight.input_results[self.index] = results[:reads]
         return results
 
     def _bind_buffers(self, reached: frozenset[int]) -> None:
