@@ -249,7 +249,7 @@ class BoundPart:
             with torch.no_grad():
                 outputs = self.run(tensors)
         else:
-            if self.added and not any([tensor.requires_grad for tensor in tensors]):
+            if self.added and not any(tensor.requires_grad for tensor in tensors):
                 outputs = _apply_node(self, flight, *tensors, *self.returned, anchor)  # else there would be no node
             else:
                 outputs = _apply_node(self, flight, *tensors, *self.returned)
@@ -410,7 +410,8 @@ class BoundPart:
             for (place, _), copy in zip(choice.copied, copies, strict=True):
                 results[place] = copy
         if choice.packed:
-            assert choice.graph is not None and choice.graph.arena is not None
+            assert choice.graph is not None
+            assert choice.graph.arena is not None
             views = choice.graph.arena.fresh()
             for place, number in choice.packed:
                 results[place] = views[number]
