@@ -21,6 +21,7 @@ Wall and CPU time in ms, medians with a 95 % interval; `kernels`: the sum of eag
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -77,6 +78,8 @@ class Candidate:
 def main() -> int:
     options = parse()
     device = torch.device(options.device)
+    if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
+        importlib.import_module("transformer_engine.pytorch")  # first: it must load its cuDNN before torch loads another
     torch.set_default_device(device)
     cases = [run_case(options, tokens, device) for tokens in options.tokens]
     result = {"about": surroundings(device), "model": vars(options), "cases": [asdict(case) for case in cases]}
