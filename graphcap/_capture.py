@@ -8,7 +8,7 @@ capture order is replay order: forwards, then backwards in reverse (with I and W
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap import _guards
-from graphcap import _torch_private as private
+from graphcap._arena import Arena, pack, same_arena
 from graphcap._parts import (
     OutIndex,
     Running,
@@ -30,25 +30,29 @@ from graphcap._parts import (
     open_part,
     proxy_of,
     run_calls,
+    run_inputs,
     sample_copies,
 )
 from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan
-from graphcap._recompute import Again, Watch
+from graphcap._recompute import Again
+from graphcap._record_again import SecondForward
 from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
 from graphcap._warmup import PartFacts, Pattern, UnitFacts, WarmupFacts
 from graphcap.backends.base import Backend, Graph, Pool
 from graphcap.errors import CaptureError, CutError, GraphcapError
 from graphcap.order import Phase
-from graphcap.partial_layer import GRAPHED, NOTHING, Opened
+from graphcap.partial_layer import GRAPHED, Opened
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardGraph:
-    """A backward for one pattern of arriving gradients. results: one static tensor (or None) per wanted gradient."""
+    """A backward for one pattern of arriving gradients. results: one static tensor (or None) per wanted gradient; those
+    that the arena holds lie in it."""
 
     graph: Graph
     pattern: Pattern
     results: tuple[torch.Tensor | None, ...]
+    arena: Arena | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ class _PartWork:
     again: Again | None = None
 
 
-Finish = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor | None]]
+Finished = tuple[list[torch.Tensor | None], Arena | None]  # the results of a backward, and where those that leave lie
 
 
 class Recorder:
@@ -240,7 +244,7 @@ class Recorder:
 
         # The values must lie in the static inputs before recording begins: the tape's kernels run on them.
         env_before, env = dict(work.env), dict(work.env)
-        prepared = run_inputs(part, env, proxy)
+        prepared = run_inputs(part.part, env, proxy)
         modules = _guards.modules_of(work.unit.layers)
         before = _guards.plain_attributes(modules)
         with _guards.kept_autocast(), in_place_words(part.part):
@@ -348,7 +352,7 @@ class Recorder:
                 pattern: Pattern = pattern,
                 arriving: Sequence[torch.Tensor] = arriving,
                 keep: bool = keep and not self.recompute,
-            ) -> list[torch.Tensor | None]:
+            ) -> Finished:
                 outputs = [made[p] for p, there in zip(part.facts.grad_outputs, pattern, strict=True) if there]
                 wanted = [*(proxies[i] for i in places), *parameters]
                 with torch.autocast(self.backend.device.type, enabled=False), _NoRandom(part.facts.part.name):
@@ -357,79 +361,38 @@ class Recorder:
                     self._add(results, len(places), indices)
                     if self.plan.config.grads == "alias":
                         results[len(places) :] = _apart(results[len(places) :])
-                    return _share_results(results, recorded[0].results) if recorded else results
+                    if recorded:
+                        results = _share_results(results, recorded[0].results)
+                        return results, same_arena(recorded[0].arena, results, recorded[0].results)
+                    if self.plan.config.grads == "alias":
+                        return results, None
+                    return pack(results, [len(places) + n for n, index in enumerate(indices) if index not in self.buffers])
 
             if self.recompute:
-                graph, results = self._run_again(work, part, finish)
+                graph, (results, arena), part.again = self._again(work).record(part.facts, part.inputs, finish, part.again)
             else:
                 with self.backend.capture(work.pool, self.generators) as graph:
-                    results = finish(part.made, part.proxies)
+                    results, arena = finish(part.made, part.proxies)
             self.operations += graph.operations
             held = [None if r is None else r.detach() for r in results]
             if adding:
                 held[len(places) :] = [
                     None if index in self.buffers else r for index, r in zip(indices, held[len(places) :], strict=True)
                 ]
-            recorded.append(BackwardGraph(graph, pattern, tuple(held)))
+            recorded.append(BackwardGraph(graph, pattern, tuple(held), arena))
         return recorded
 
-    def _run_again(
-        self, work: _Work, part: _PartWork, finish: Finish
-    ) -> tuple[Graph, list[torch.Tensor | None]]:
-        """recompute: record the part's forward once more and, in the same graph, its differentiation. The stretches of a
-        traced callable run only as pieces of its whole forward; the others run then without being recorded."""
-        mine = part.facts.part.index
-        ended: list[tuple[Graph, list[torch.Tensor | None]]] = []
-
-        @contextmanager
-        def opened(other: PartPlan) -> Iterator[Opened]:
-            scope = {NOTHING: None, **work.scopes[other.index]}
-            if other.index == mine:
-                yield from self._recording_again(work, part, scope, finish, ended)
-            elif other.kind is GRAPHED:
-                with _guards.kept_autocast():
-                    yield Opened(scope)
-            else:
-                yield Opened(scope, stands=True)
-
-        trace = work.unit.program.trace
-        with torch.set_grad_enabled(work.facts.grad):
-            if trace is not None:
-                trace.follow(*sample_copies(work.sample), work.unit.parts, opened)
-            else:
-                with opened(part.facts.part) as run:
-                    run_calls(part.facts.part, run.scope)
-        return ended[0]
-
-    def _recording_again(
-        self,
-        work: _Work,
-        part: _PartWork,
-        env: dict[str, Any],
-        finish: Finish,
-        ended: list[tuple[Graph, list[torch.Tensor | None]]],
-    ) -> Iterator[Opened]:
-        """The capture in which `_run_again` records; at the single `yield` the part's calls run."""
-        plan = part.facts.part
-        wants = [leaf.spec.requires_grad and work.facts.grad for leaf in part.facts.reads]
-        ways = iter([proxy_of(static, grad) for static, grad in zip(part.inputs, wants, strict=True)])
-        prepared = run_inputs(part.facts, env, lambda tensor: next(ways))
-        watch = Watch(plan.name, part.inputs)
-        with _guards.kept_autocast(), in_place_words(plan):
-            with self.backend.capture(work.pool, self.generators) as graph:
-                with watch:
-                    running, scope = open_part(plan, env, lambda tensor: prepared[id(tensor)])
-                    yield Opened(scope)
-                    close_part(running, scope, env)
-                self._agree(part.facts, running)
-                results = finish(running.made, running.proxies)
-                del running, scope
-                env.clear()
-        ended.append((graph, results))
-        real = {private.storage_key(p): p for p in self.facts.parameters.real}
-        reads = (*(part.again.reads if part.again else ()), *(real.get(k, t) for k, t in watch.reads.items()))
-        draws = watch.draws or (part.again is not None and part.again.draws)
-        part.again = Again(plan.name, self.backend, draws, tuple({id(t): t for t in reads}.values()))
+    def _again(self, work: _Work) -> SecondForward[Finished]:
+        return SecondForward(
+            partial(self.backend.capture, work.pool, self.generators),
+            self.backend,
+            work.unit,
+            work.sample,
+            work.facts.grad,
+            tuple(work.scopes),
+            tuple(self.facts.parameters.real),
+            self._agree,
+        )
 
     def _add(self, results: list[torch.Tensor | None], offset: int, indices: Sequence[int]) -> None:
         """grads="accumulate": the graph adds into the buffers, one foreach for all."""
@@ -461,11 +424,6 @@ class _NoRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "or without dropout"
             )
         return func(*args, **(kwargs or {}))
-
-
-def run_inputs(part: PartFacts, env: dict[str, Any], proxy: Any) -> dict[int, torch.Tensor]:
-    """The proxies of a part's inputs, made before recording begins; keyed by the id of the tensor that came."""
-    return {id(tensor): proxy(tensor) for tensor in distinct_tensors([env[name] for name in part.part.reads])}
 
 
 def accumulate_buffers(facts: WarmupFacts) -> dict[int, torch.Tensor]:

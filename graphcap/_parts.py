@@ -90,6 +90,11 @@ def open_part(
     return running, {NOTHING: None, **dict(zip(part.reads, unflatten(running.structure, given), strict=True))}
 
 
+def run_inputs(part: PartPlan, env: dict[str, Any], proxy: Any) -> dict[int, torch.Tensor]:
+    """The proxies of a part's inputs, made before recording begins; keyed by the id of the tensor that came."""
+    return {id(tensor): proxy(tensor) for tensor in distinct_tensors([env[name] for name in part.reads])}
+
+
 @contextmanager
 def in_place_words(part: PartPlan) -> Iterator[None]:
     try:
