@@ -31,30 +31,26 @@ Versions = tuple[int, ...]
 class Remembered:
     """Of one forward: the generators before it, and how often what it reads had been changed by then."""
 
-    states: object | None
+    states: object
     versions: Versions
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
     """How the backward graphs of one part are replayed. reads: parameters, buffers and whatever else lies outside the graph
-    and is read again; draws: whether the part draws random numbers."""
+    and is read again. The generators are set back for every part: an extension's kernel may draw without saying so."""
 
     part: str
     backend: Backend
-    draws: bool
     reads: tuple[torch.Tensor, ...]
 
     def remember(self) -> Remembered:
         """Before the forward of a microbatch is replayed."""
-        return Remembered(self.backend.generator_states() if self.draws else None, versions_of(self.reads))
+        return Remembered(self.backend.generator_states(), versions_of(self.reads))
 
     def replay(self, graph: Graph, then: Remembered) -> None:
         """Replay a backward graph with the random numbers of that forward; the generators are as before afterwards."""
         require_unchanged(self.part, self.reads, then.versions)
-        if not self.draws:
-            graph.replay()
-            return
         now = self.backend.generator_states()
         self.backend.restore_generator_states(then.states)
         try:
@@ -80,13 +76,12 @@ def require_unchanged(part: str, tensors: Sequence[torch.Tensor], before: Versio
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at a part's second forward while it is recorded: what it reads from outside, whether it draws random numbers.
-    Refuses what two runs do not repeat: writes to memory that stays, and generators that nobody sets back."""
+    """Looks at a part's second forward while it is recorded, and notes what it reads from outside. Refuses what two runs do
+    not repeat: writes to memory that stays, and generators that nobody sets back."""
 
     def __init__(self, part: str, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.part = part
-        self.draws = False
         self.reads: dict[int, torch.Tensor] = {}
         self._inputs = {private.storage_key(tensor) for tensor in inputs}
         self._born: set[int] = set()
@@ -96,7 +91,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self._note_draw(func, args, kwargs)
+            self._refuse_generator(func, args, kwargs)
         for tensor in self._written(func, args, kwargs):
             if private.storage_key(tensor) not in self._born:
                 raise CutError(
@@ -116,8 +111,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._born.add(key)
         return result
 
-    def _note_draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.draws = True
+    def _refuse_generator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
             raise CutError(
                 f"part {self.part} draws from a generator of its own in {func}: recompute='part' sets back the default "

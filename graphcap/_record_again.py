@@ -90,7 +90,5 @@ class SecondForward(Generic[Result]):
             env.clear()
         real = {private.storage_key(parameter): parameter for parameter in self.real}
         reads = [real.get(key, tensor) for key, tensor in watch.reads.items()]
-        draws = watch.draws
-        if before is not None:
-            reads, draws = [*before.reads, *reads], draws or before.draws
-        ended.append((graph, result, Again(part.part.name, self.backend, draws, tuple({id(t): t for t in reads}.values()))))
+        reads = [*(before.reads if before is not None else ()), *reads]
+        ended.append((graph, result, Again(part.part.name, self.backend, tuple({id(t): t for t in reads}.values()))))
