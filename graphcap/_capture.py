@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphcap import _guards
+from graphcap import _delayed, _guards
+from graphcap._facts import PartFacts, Pattern, UnitFacts, WarmupFacts
 from graphcap._parts import (
     OutIndex,
     Running,
@@ -33,7 +34,6 @@ from graphcap._parts import (
 )
 from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan
 from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
-from graphcap._warmup import PartFacts, Pattern, UnitFacts, WarmupFacts
 from graphcap.backends.base import Backend, Graph, Pool
 from graphcap.errors import CaptureError, CutError, GraphcapError
 from graphcap.order import Phase
@@ -42,11 +42,13 @@ from graphcap.partial_layer import GRAPHED, Opened
 
 @dataclass(frozen=True, slots=True)
 class BackwardGraph:
-    """A backward for one pattern of arriving gradients. results: one static tensor (or None) per wanted gradient."""
+    """A backward for one pattern of arriving gradients. results: one static tensor (or None) per wanted gradient.
+    marks: attributes of parameters (index, name, value) that its Python sets, as Megatron's grad_added_to_main_grad."""
 
     graph: Graph
     pattern: Pattern
     results: tuple[torch.Tensor | None, ...]
+    marks: tuple[tuple[int, str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class PartGraphs:
 
     inputs[i]: where read tensor i is expected. linked[i]: it is another part's static output (or passes through), so it
     is there already. outputs[i]: where made tensor i appears. grad_outputs: one per differentiable output.
-    backward[phase]: one graph per pattern.
+    backward[phase]: one graph per pattern. Where weight gradients are delayed, those of W hold `backward_dw()`, and
+    those of B come before them.
     """
 
     facts: PartFacts
@@ -143,7 +146,8 @@ class Recorder:
                     works[key] = self._forward(number, key[1])
                 elif step.phase in (Phase.B, Phase.I) and key not in done:
                     done.add(key)
-                    self._backward(works[key], self._phases(step.chunk))
+                    with plan.hooks.backward(number, unit.layers[0]):
+                        self._backward(works[key], self._phases(step.chunk, works[key].facts.delayed))
         sets = tuple(
             tuple(_frozen(works[number, index]) for index in range(len(unit.samples)))
             for number, unit in enumerate(plan.units)
@@ -155,8 +159,11 @@ class Recorder:
         plan = replace(plan, static_bytes=_static_bytes(sets, self.buffers))
         return CaptureSet(plan, self.facts.parameters, sets, self.buffers, pools, tuple(kept), self.operations)
 
-    def _phases(self, chunk: int) -> tuple[Phase, ...]:
-        """The backward phases that the order asks of a chunk, in an order of recording that any replay respects."""
+    def _phases(self, chunk: int, delayed: bool) -> tuple[Phase, ...]:
+        """The backward phases that the order asks of a chunk, in an order of recording that any replay respects. Where
+        `backward_dw()` does the W, and in the drop-in, whose caller runs whole backwards, autograd is not split."""
+        if delayed or not self.plan.strict:
+            return (Phase.B,)
         asked = {step.phase for step in self.plan.order if step.chunk == chunk}
         if Phase.I in asked:  # a part without input gradients has no I; its W is a whole backward, after other Ws
             asked |= {Phase.B}
@@ -169,10 +176,11 @@ class Recorder:
         facts, sample = self.facts.units[number][index], unit.samples[index]
         args, kwargs = sample_copies(sample)  # one object per argument, also where the user passed one tensor twice
         places = {id(leaf): place for place, leaf in enumerate(flatten((args, kwargs))[0])}
-        pool = self.backend.new_pool(self.pool)
+        # The caller's pool is for one graph set: two sets of one pool may be replayed in another sequence than recorded.
+        pool, self.pool = self.backend.new_pool(self.pool), None
         work = _Work(pool, unit, facts, sample, places, [], entry_values(unit, args, kwargs), [])
         trace = unit.program.trace
-        with torch.set_grad_enabled(facts.grad):
+        with torch.set_grad_enabled(facts.grad), self.plan.hooks.forward(number, unit.layers[0]):
             if trace is not None:
                 trace.follow(args, kwargs, unit.parts, partial(self._opened, work))
                 return work
@@ -291,7 +299,8 @@ class Recorder:
         assert made is not None
         output, strides = made.outputs[place], made.facts.grad_strides[made.facts.grad_outputs.index(place)]
         own = partial(torch.empty_strided, output.shape, strides, dtype=output.dtype, device=output.device)
-        if Phase.W in phases:  # a W step reads the arrived gradients again, long after others have written theirs
+        # A W step reads the arrived gradients again, long after others have written theirs.
+        if Phase.W in phases or work.facts.delayed:
             return own().fill_(0)
         for later in work.statics[index + 1 :]:
             if later is None:
@@ -320,13 +329,12 @@ class Recorder:
             keep = self.hold or not last_phase or number < len(part.facts.patterns) - 1
             outputs = [part.made[p] for p, there in zip(part.facts.grad_outputs, pattern, strict=True) if there]
             arriving = [g for g, there in zip(part.grad_outputs, pattern, strict=True) if there]
-            with torch.autocast(self.backend.device.type, enabled=False):
+            with torch.autocast(self.backend.device.type, enabled=False), self._marked(indices) as marks:
                 with self.backend.capture(work.pool, self.generators) as graph, _NoRandom(part.facts.part.name):
                     found, _ = differentiate(outputs, wanted, arriving, work.facts.reentrant, retain_graph=keep)
                     results = list(found)
                     self._add(results, len(inputs), indices)
-                    if self.plan.config.grads == "alias":
-                        results[len(inputs) :] = _apart(results[len(inputs) :])
+                    results[len(inputs) :] = _apart(results[len(inputs) :], [self._aliased(i) for i in indices])
                     if recorded:
                         results = _share_results(results, recorded[0].results)
             self.operations += graph.operations
@@ -335,8 +343,54 @@ class Recorder:
                 held[len(inputs) :] = [
                     None if index in self.buffers else r for index, r in zip(indices, held[len(inputs) :], strict=True)
                 ]
-            recorded.append(BackwardGraph(graph, pattern, tuple(held)))
+            recorded.append(BackwardGraph(graph, pattern, tuple(held), tuple(marks)))
+            if part.facts.delayed is not None:
+                self._record_delayed(work, part, part.facts.delayed, pattern)
         return recorded
+
+    def _record_delayed(
+        self, work: _Work, part: _PartWork, delayed: _delayed.DelayedWork, pattern: Pattern
+    ) -> None:
+        """The graph of `backward_dw()`, for what the backward that was recorded last has put off."""
+        name, known = part.facts.part.name, self.facts.parameters
+        theirs = {known.index_of(parameter) for owner in delayed.owners for parameter in owner.parameters()}
+        with (
+            torch.autocast(self.backend.device.type, enabled=False),
+            torch.no_grad(),
+            self._marked([index for index in theirs if index is not None]) as marks,
+        ):
+            with self.backend.capture(work.pool, self.generators) as graph, _NoRandom(name):
+                found = _delayed.collect(delayed.owners, known, {})
+        _delayed.require_same(delayed, found, name)
+        self.operations += graph.operations
+        results = tuple(found[delivery.index].detach() for delivery in delayed.deliveries)
+        part.backward[Phase.W] = (
+            *part.backward.get(Phase.W, ()),
+            BackwardGraph(graph, pattern, results, tuple(marks)),
+        )
+
+    @contextmanager
+    def _marked(self, indices: Sequence[int]) -> Iterator[list[tuple[int, str, Any]]]:
+        """Notes which plain attributes of parameters the Python inside sets: a replay, which runs none, sets them too."""
+        real, alias = self.facts.parameters.real, self.facts.parameters.alias
+        marks: list[tuple[int, str, Any]] = []
+        for index in indices:
+            if alias[index] is not real[index]:
+                alias[index].__dict__.update(real[index].__dict__)
+                if _ADDED in real[index].__dict__:  # set to what it may have been already
+                    alias[index].__dict__[_ADDED] = False
+        before = {index: dict(alias[index].__dict__) for index in indices}
+        yield marks
+        for index in indices:
+            marks += [
+                (index, name, value)
+                for name, value in alias[index].__dict__.items()
+                if isinstance(value, bool | int | float | str) and before[index].get(name, marks) != value
+            ]
+
+    def _aliased(self, index: int) -> bool:
+        """Whether the gradient of this parameter is handed out as the static buffer."""
+        return self.plan.config.grads == "alias" or id(self.facts.parameters.real[index]) in self.plan.alias_parameters
 
     def _add(self, results: list[torch.Tensor | None], offset: int, indices: Sequence[int]) -> None:
         """grads="accumulate": the graph adds into the buffers, one foreach for all."""
@@ -348,6 +402,9 @@ class Recorder:
         if pairs:
             with torch.no_grad():
                 torch._foreach_add_([b for b, _ in pairs], [r for _, r in pairs])
+
+
+_ADDED = "grad_added_to_main_grad"  # set by kernels that add into main_grad, for Megatron-LM's and TE's hooks
 
 
 class _NoRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -383,11 +440,14 @@ def accumulate_buffers(facts: WarmupFacts) -> dict[int, torch.Tensor]:
     uses: dict[int, int] = {}
     for unit in (sets[0] for sets in facts.units):
         for part in unit.parts:
+            for owner in () if part.delayed is None else part.delayed.owners:  # these see to their gradients themselves
+                for index in map(facts.parameters.index_of, owner.parameters()):
+                    uses[-1 if index is None else index] = 2
             for index in part.parameters:
                 uses[index] = uses.get(index, 0) + (1 if part.part.kind is GRAPHED else 2)
     buffers = {}
     for index, count in sorted(uses.items()):
-        if count == 1:
+        if count == 1 and index >= 0:
             real = facts.parameters.real[index]
             main = getattr(real, "main_grad", None)
             if isinstance(main, torch.Tensor):
@@ -418,13 +478,15 @@ def record(
         raise CaptureError(f"recording failed: {type(error).__name__}: {error}") from error
 
 
-def _apart(results: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def _apart(
+    results: Sequence[torch.Tensor | None], aliased: Sequence[bool]
+) -> list[torch.Tensor | None]:
     """Gradients that become `.grad` as they are: no two of them on one memory (the gradients of a and b in a + b are)."""
     seen: set[int] = set()
     apart: list[torch.Tensor | None] = []
-    for result in results:
+    for result, as_it_is in zip(results, aliased, strict=True):
         place = 0 if result is None else result.untyped_storage().data_ptr()
-        apart.append(result.clone() if result is not None and place in seen else result)
+        apart.append(result.clone() if result is not None and as_it_is and place in seen else result)
         seen.add(place)
     return apart
 

@@ -265,10 +265,10 @@ def test_random_numbers_that_are_not_drawn(monkeypatch: Monkeypatch) -> None:
     assert_equal(noisy)
     run = _replay.BoundPart.run
 
-    def rewinds(self: Any, tensors: Any) -> Any:
+    def rewinds(self: Any, *given: Any) -> Any:
         state = torch.get_rng_state()
         try:
-            return run(self, tensors)
+            return run(self, *given)
         finally:
             torch.set_rng_state(state)
 
