@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap import _delayed, _guards
+from graphcap._arena import Arena, pack, same_arena
 from graphcap._facts import PartFacts, Pattern, UnitFacts, WarmupFacts
 from graphcap._parts import (
     OutIndex,
@@ -42,12 +43,14 @@ from graphcap.partial_layer import GRAPHED, Opened
 
 @dataclass(frozen=True, slots=True)
 class BackwardGraph:
-    """A backward for one pattern of arriving gradients. results: one static tensor (or None) per wanted gradient.
-    marks: attributes of parameters (index, name, value) that its Python sets, as Megatron's grad_added_to_main_grad."""
+    """A backward for one pattern of arriving gradients. results: one static tensor (or None) per wanted gradient; those
+    that the arena holds lie in it. marks: attributes of parameters (index, name, value) that its Python sets, as
+    Megatron's grad_added_to_main_grad."""
 
     graph: Graph
     pattern: Pattern
     results: tuple[torch.Tensor | None, ...]
+    arena: Arena | None = None
     marks: tuple[tuple[int, str, Any], ...] = ()
 
 
@@ -334,16 +337,23 @@ class Recorder:
                     found, _ = differentiate(outputs, wanted, arriving, work.facts.reentrant, retain_graph=keep)
                     results = list(found)
                     self._add(results, len(inputs), indices)
-                    results[len(inputs) :] = _apart(results[len(inputs) :], [self._aliased(i) for i in indices])
+                    aliased = [self._aliased(index) for index in indices]
+                    results[len(inputs) :] = _apart(results[len(inputs) :], aliased)
+                    arena = None
                     if recorded:
                         results = _share_results(results, recorded[0].results)
+                        arena = same_arena(recorded[0].arena, results, recorded[0].results)
+                    else:
+                        places = enumerate(zip(indices, aliased, strict=True), start=len(inputs))
+                        owned = [n for n, (index, alias) in places if index not in self.buffers and not alias]
+                        results, arena = pack(results, owned)
             self.operations += graph.operations
             held = [None if r is None else r.detach() for r in results]
             if adding:
                 held[len(inputs) :] = [
                     None if index in self.buffers else r for index, r in zip(indices, held[len(inputs) :], strict=True)
                 ]
-            recorded.append(BackwardGraph(graph, pattern, tuple(held), tuple(marks)))
+            recorded.append(BackwardGraph(graph, pattern, tuple(held), arena, tuple(marks)))
             if part.facts.delayed is not None:
                 self._record_delayed(work, part, part.facts.delayed, pattern)
         return recorded
@@ -366,7 +376,7 @@ class Recorder:
         results = tuple(found[delivery.index].detach() for delivery in delayed.deliveries)
         part.backward[Phase.W] = (
             *part.backward.get(Phase.W, ()),
-            BackwardGraph(graph, pattern, results, tuple(marks)),
+            BackwardGraph(graph, pattern, results, None, tuple(marks)),
         )
 
     @contextmanager

@@ -125,5 +125,11 @@ class Slot:
         self.flight, self.holder = weakref.ref(flight), holder
         return flight
 
+    def settle(self) -> None:
+        """Wait (on the device) for what still runs beside the caller's stream in these buffers."""
+        assert self.tail is not None
+        self.tail.wait()
+        self.tail = None
+
     def release(self) -> None:
         self.flight = None

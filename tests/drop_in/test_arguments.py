@@ -20,12 +20,13 @@ from graphcap.backends.scopes import is_capturing
 from tests.flow.twins import WIDTH, drawn, linear
 
 # Transformer Engine 2.20, pytorch/graph.py: the parameters in order.
-TE = (
-    "modules sample_args num_warmup_iters allow_unused_input sample_kwargs fp8_enabled fp8_calibrating fp8_recipe fp8_group "
-    "fp8_weight_caching enabled calibrating recipe amax_reduction_group cache_quantized_params _order _num_layers_per_chunk "
-    "pool retain_graph_in_backward _reuse_graph_input_output_buffers clone_param_grads_on_return pre_warmup_hook "
-    "post_warmup_hook capture_time_hooks"
-).split()
+TE = [
+    *("modules", "sample_args", "num_warmup_iters", "allow_unused_input", "sample_kwargs"),
+    *("fp8_enabled", "fp8_calibrating", "fp8_recipe", "fp8_group", "fp8_weight_caching"),
+    *("enabled", "calibrating", "recipe", "amax_reduction_group", "cache_quantized_params"),
+    *("_order", "_num_layers_per_chunk", "pool", "retain_graph_in_backward", "_reuse_graph_input_output_buffers"),
+    *("clone_param_grads_on_return", "pre_warmup_hook", "post_warmup_hook", "capture_time_hooks"),
+]
 
 
 def graph(callables: Any, samples: Any, **options: Any) -> Any:
