@@ -1,9 +1,11 @@
 """Stage 3: record. Every graphed part of every graph set becomes a forward graph and its backward graphs.
 
 Graphs that share a pool may reuse each other's dead memory, so they are right only when they are replayed in the order
-in which they were captured. Graph sets are not: microbatch 2 may run its forward in set 0 while set 1 waits for its
-backward, and what set 0 used as scratch may be what set 1 saved. So every graph set has a pool of its own, inside which
-capture order is replay order: forwards, then backwards in reverse (with I and W: all I, then all W).
+in which they were captured. Graph sets of two slots are not: microbatch 2 may run its forward in slot 0 while slot 1 waits
+for its backward, and what the one used as scratch may be what the other saved. So every slot has a pool of its own.
+Inside it capture order is replay order: forwards, then backwards in reverse (with I and W: all I, then all W); and of
+several graph sets of one slot (chunks that take turns in it) only one is under way at a time, so that they may use each
+other's memory: see `_share.loosen`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap import _delayed, _guards
-from graphcap._arena import Arena, pack, same_arena
+from graphcap._arena import pack, same_arena
+from graphcap._capture_set import BackwardGraph as BackwardGraph
+from graphcap._capture_set import CaptureSet as CaptureSet
+from graphcap._capture_set import GraphSet as GraphSet
+from graphcap._capture_set import PartGraphs as PartGraphs
 from graphcap._facts import PartFacts, Pattern, UnitFacts, WarmupFacts
 from graphcap._parts import (
     OutIndex,
@@ -33,67 +39,13 @@ from graphcap._parts import (
     run_calls,
     sample_copies,
 )
-from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan
+from graphcap._plan import PartPlan, Sample, UnitPlan
+from graphcap._shared_memory import loosened, static_bytes
 from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
 from graphcap.backends.base import Backend, Graph, Pool
 from graphcap.errors import CaptureError, CutError, GraphcapError
 from graphcap.order import Phase
 from graphcap.partial_layer import GRAPHED, Opened
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardGraph:
-    """A backward for one pattern of arriving gradients. results: one static tensor (or None) per wanted gradient; those
-    that the arena holds lie in it. marks: attributes of parameters (index, name, value) that its Python sets, as
-    Megatron's grad_added_to_main_grad."""
-
-    graph: Graph
-    pattern: Pattern
-    results: tuple[torch.Tensor | None, ...]
-    arena: Arena | None = None
-    marks: tuple[tuple[int, str, Any], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PartGraphs:
-    """The graphs and static surfaces of one graphed part in one graph set.
-
-    inputs[i]: where read tensor i is expected. linked[i]: it is another part's static output (or passes through), so it
-    is there already. outputs[i]: where made tensor i appears. grad_outputs: one per differentiable output.
-    backward[phase]: one graph per pattern. Where weight gradients are delayed, those of W hold `backward_dw()`, and
-    those of B come before them.
-    """
-
-    facts: PartFacts
-    inputs: tuple[torch.Tensor, ...]
-    linked: tuple[bool, ...]
-    forward: Graph
-    outputs: tuple[torch.Tensor, ...]
-    grad_outputs: tuple[torch.Tensor, ...]
-    backward: dict[Phase, tuple[BackwardGraph, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class GraphSet:
-    """Everything recorded for one unit and one slot. parts[i] is None for an eager part."""
-
-    unit: UnitPlan
-    facts: UnitFacts
-    slot: int
-    parts: tuple[PartGraphs | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureSet:
-    """The result of recording: graph sets per unit, parameters, accumulate buffers, and what must stay alive."""
-
-    plan: CapturePlan
-    parameters: _guards.Parameters
-    sets: tuple[tuple[GraphSet, ...], ...]
-    buffers: dict[int, torch.Tensor]  # parameter index -> gradient buffer that graphs add into
-    pools: tuple[Pool, ...]
-    kept: tuple[Any, ...]
-    operations: int
 
 
 @dataclass(slots=True)
@@ -132,6 +84,9 @@ class Recorder:
         self.facts, self.plan, self.backend, self.pool = facts, facts.plan, backend, pool
         self.generators = tuple(generators)
         self.inputs: dict[tuple[int, TensorSpec, int], torch.Tensor] = {}  # slot, spec, number -> shared static input
+        self.arrivals: dict[tuple[Any, ...], torch.Tensor] = {}  # slot, place, form -> shared static gradient of an output
+        self.pools: dict[int, Pool] = {}  # slot -> pool
+        self.complete: dict[tuple[int, int], GraphSet] = {}
         self.buffers: dict[int, torch.Tensor] = {}
         self.hold = self.plan.config.retain_graph
         self.operations = 0
@@ -151,16 +106,33 @@ class Recorder:
                     done.add(key)
                     with plan.hooks.backward(number, unit.layers[0]):
                         self._backward(works[key], self._phases(step.chunk, works[key].facts.delayed))
+                    self._settle(key, works[key])
+        for key, work in works.items():
+            if key not in self.complete:  # forwards alone
+                self.complete[key] = _frozen(work)
         sets = tuple(
-            tuple(_frozen(works[number, index]) for index in range(len(unit.samples)))
+            tuple(self.complete[number, index] for index in range(len(unit.samples)))
             for number, unit in enumerate(plan.units)
         )
-        pools = tuple(work.pool for work in works.values())
+        pools = tuple(self.pools.values())
         works.clear()  # every autograd graph of the recording goes: nothing with a grad_fn stays
         for pool in pools:
             pool.poison()
-        plan = replace(plan, static_bytes=_static_bytes(sets, self.buffers))
+        static, saved = static_bytes([s for unit_sets in sets for s in unit_sets], self.buffers.values())
+        plan = replace(plan, static_bytes=static, shared_bytes=saved)
         return CaptureSet(plan, self.facts.parameters, sets, self.buffers, pools, tuple(kept), self.operations)
+
+    def _settle(self, key: tuple[int, int], work: _Work) -> None:
+        """A graph set is complete. Where others take turns with it in its slot, they may use its memory from now on."""
+        graph_set = _frozen(work)
+        work.running, work.env, work.statics = [], {}, []  # what was held for the backward alone
+        turns = {
+            (number, index)
+            for number, unit in enumerate(self.plan.units)
+            for index, sample in enumerate(unit.samples)
+            if sample.slot == work.sample.slot
+        }
+        self.complete[key] = loosened(graph_set, self._aliased) if len(turns) > 1 else graph_set
 
     def _phases(self, chunk: int, delayed: bool) -> tuple[Phase, ...]:
         """The backward phases that the order asks of a chunk, in an order of recording that any replay respects. Where
@@ -179,8 +151,10 @@ class Recorder:
         facts, sample = self.facts.units[number][index], unit.samples[index]
         args, kwargs = sample_copies(sample)  # one object per argument, also where the user passed one tensor twice
         places = {id(leaf): place for place, leaf in enumerate(flatten((args, kwargs))[0])}
-        # The caller's pool is for one graph set: two sets of one pool may be replayed in another sequence than recorded.
-        pool, self.pool = self.backend.new_pool(self.pool), None
+        if sample.slot not in self.pools:
+            # The caller's pool is for one slot: two slots of one pool may be replayed in another sequence than recorded.
+            self.pools[sample.slot], self.pool = self.backend.new_pool(self.pool), None
+        pool = self.pools[sample.slot]
         work = _Work(pool, unit, facts, sample, places, [], entry_values(unit, args, kwargs), [])
         trace = unit.program.trace
         with torch.set_grad_enabled(facts.grad), self.plan.hooks.forward(number, unit.layers[0]):
@@ -301,10 +275,10 @@ class Recorder:
         made = work.statics[index]
         assert made is not None
         output, strides = made.outputs[place], made.facts.grad_strides[made.facts.grad_outputs.index(place)]
-        own = partial(torch.empty_strided, output.shape, strides, dtype=output.dtype, device=output.device)
+        own = partial(self._arrival, (work.sample.slot, index, place), output, strides)
         # A W step reads the arrived gradients again, long after others have written theirs.
         if Phase.W in phases or work.facts.delayed:
-            return own().fill_(0)
+            return own()
         for later in work.statics[index + 1 :]:
             if later is None:
                 continue
@@ -315,7 +289,17 @@ class Recorder:
                     if result is not None and result.stride() == strides and _is_alone(result, results):
                         return result
             break  # anything further away adds to that gradient, so it arrives in other memory
-        return own().fill_(0)
+        return own()
+
+    def _arrival(
+        self, where: tuple[int, int, int], output: torch.Tensor, strides: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Memory for an arriving gradient: one for all graph sets that take turns in a slot."""
+        key = (*where, output.shape, strides, output.dtype, output.device)
+        if key not in self.arrivals:
+            made = torch.empty_strided(output.shape, strides, dtype=output.dtype, device=output.device)
+            self.arrivals[key] = made.fill_(0)
+        return self.arrivals[key]
 
     def _record_backwards(
         self, work: _Work, part: _PartWork, phase: Phase, last_phase: bool
@@ -545,25 +529,3 @@ def _frozen(work: _Work) -> GraphSet:
         for part in work.statics
     )
     return GraphSet(work.unit, work.facts, work.sample.slot, parts)
-
-
-def _static_bytes(sets: Sequence[Sequence[GraphSet]], buffers: dict[int, torch.Tensor]) -> int:
-    """Bytes of the static surfaces (each memory once): inputs, crossing values, outputs and gradients."""
-    seen: dict[int, int] = {}
-
-    def count(tensor: torch.Tensor | None) -> None:
-        if tensor is not None:
-            storage = tensor.untyped_storage()
-            seen[storage.data_ptr()] = max(seen.get(storage.data_ptr(), 0), storage.nbytes())
-
-    for graph_set in (s for unit in sets for s in unit):
-        for part in graph_set.parts:
-            if part is not None:
-                for tensor in (*part.inputs, *part.outputs, *part.grad_outputs):
-                    count(tensor)
-                for backward in (b for graphs in part.backward.values() for b in graphs):
-                    for result in backward.results:
-                        count(result)
-    for tensor in buffers.values():
-        count(tensor)
-    return sum(seen.values())

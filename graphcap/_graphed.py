@@ -18,7 +18,7 @@ from torch import nn
 
 from graphcap import _delayed, _guards
 from graphcap import _torch_private as private
-from graphcap._capture import CaptureSet, GraphSet
+from graphcap._capture_set import CaptureSet, GraphSet
 from graphcap._flight import Flight, Side, Slot
 from graphcap._plan import CapturePlan, Layers, UnitPlan
 from graphcap._replay import BoundSet

@@ -14,7 +14,7 @@ import torch
 
 from graphcap import _delayed
 from graphcap import _torch_private as private
-from graphcap._capture import BackwardGraph, CaptureSet, GraphSet, PartGraphs
+from graphcap._capture_set import BackwardGraph, CaptureSet, GraphSet, PartGraphs
 from graphcap._copies import Copies, fresh, memory_of
 from graphcap._eager_part import run_eager
 from graphcap._facts import PartFacts, Pattern

@@ -15,7 +15,19 @@ import torch
 from torch import Tensor, nn
 
 import graphcap
-from graphcap import EAGER, GRAPHED, InFlightError, InputMismatch, Order, ReplayError, _capture, _copies, _plan, _replay
+from graphcap import (
+    EAGER,
+    GRAPHED,
+    InFlightError,
+    InputMismatch,
+    Order,
+    ReplayError,
+    _arena,
+    _capture,
+    _copies,
+    _plan,
+    _replay,
+)
 from graphcap.backends.tape import TapeBackend
 from graphcap.order import SlotMap
 from graphcap.partial_layer import Part
@@ -84,7 +96,7 @@ def test_a_static_gradient_returned_without_a_copy(monkeypatch: Monkeypatch) -> 
     order = "0F0 0B0 0F1 0B1"
     assert_equal(two_alike, order=order)
     monkeypatch.setattr(_replay, "fresh", lambda tensors: [tensor.detach() for tensor in tensors])
-    monkeypatch.setattr(_capture.Arena, "fresh", lambda self: {n: self.like[place].detach() for n, place in self.places})
+    monkeypatch.setattr(_arena.Arena, "fresh", lambda self: {n: self.like[place].detach() for n, place in self.places})
     found(two_alike, order=order, says="gradient of 0.weight")
 
 
