@@ -136,6 +136,7 @@ class CudaBackend(Backend):
         super().__init__(torch.device("cuda", index))
         self._stream: torch.cuda.Stream | None = None
         self._in_session = False
+        self._warmed_up = False  # nothing has been recorded in the running session yet
 
     def new_pool(self, handle: object | None = None) -> CudaPool:
         if handle is None:
@@ -155,7 +156,7 @@ class CudaBackend(Backend):
             stack.enter_context(frozen_gc())
             stack.enter_context(self._on_side_stream())
             stack.callback(setattr, self, "_in_session", self._in_session)
-            self._in_session = True
+            self._in_session = self._warmed_up = True
             yield
 
     @contextmanager
@@ -170,6 +171,10 @@ class CudaBackend(Backend):
             if not self._in_session:
                 stack.enter_context(frozen_gc())
                 stack.enter_context(self._on_side_stream())
+            if self._warmed_up:  # what warm-up leaves in the caches can't be used in a pool, so it would be there twice
+                self._warmed_up = False
+                torch.cuda.synchronize(self.device)
+                torch.cuda.empty_cache()
             pool.pin(self.device)
             yield from self._record(pool, known)
 
