@@ -2,10 +2,11 @@
 
 Graphs that share a pool may reuse each other's dead memory, so they are right only when they are replayed in the order
 in which they were captured. Graph sets of two slots are not: microbatch 2 may run its forward in slot 0 while slot 1 waits
-for its backward, and what the one used as scratch may be what the other saved. So every slot has a pool of its own.
-Inside it capture order is replay order: forwards, then backwards in reverse (with I and W: all I, then all W); and of
-several graph sets of one slot (chunks that take turns in it) only one is under way at a time, so that they may use each
-other's memory: see `_share.loosen`.
+for its backward, and what the one used as scratch may be what the other saved. So every slot has a pool of its own (or
+the layers of a chunk have one together, since they run one inside the other: `_plan._pools`, `_flight.Nest`). Inside it
+capture order is replay order: forwards, then backwards in reverse (with I and W: all I, then all W); and of several graph
+sets of one slot (chunks that take turns in it) only one is under way at a time, so that they may use each other's memory:
+see `_shared_memory.loosened`.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ class Recorder:
         self.generators = tuple(generators)
         self.inputs: dict[tuple[int, TensorSpec, int], torch.Tensor] = {}  # slot, spec, number -> shared static input
         self.arrivals: dict[tuple[Any, ...], torch.Tensor] = {}  # slot, place, form -> shared static gradient of an output
-        self.pools: dict[int, Pool] = {}  # slot -> pool
+        self.pools: dict[int, Pool] = {}  # by the plan's number
         self.complete: dict[tuple[int, int], GraphSet] = {}
+        self._sets_in = [sample.slot for unit in self.plan.units for sample in unit.samples]  # one entry per graph set
         self.buffers: dict[int, torch.Tensor] = {}
         self.hold = self.plan.config.retain_graph
         self.operations = 0
@@ -107,6 +109,9 @@ class Recorder:
                     with plan.hooks.backward(number, unit.layers[0]):
                         self._backward(works[key], self._phases(step.chunk, works[key].facts.delayed))
                     self._settle(key, works[key])
+            if step.phase is not Phase.F:
+                for number, unit in units:
+                    self._lend((number, unit.set_of[step.microbatch]))
         for key, work in works.items():
             if key not in self.complete:  # forwards alone
                 self.complete[key] = _frozen(work)
@@ -118,21 +123,24 @@ class Recorder:
         works.clear()  # every autograd graph of the recording goes: nothing with a grad_fn stays
         for pool in pools:
             pool.poison()
-        static, saved = static_bytes([s for unit_sets in sets for s in unit_sets], self.buffers.values())
+        static, saved = static_bytes(plan, [s for unit_sets in sets for s in unit_sets], self.buffers.values())
         plan = replace(plan, static_bytes=static, shared_bytes=saved)
         return CaptureSet(plan, self.facts.parameters, sets, self.buffers, pools, tuple(kept), self.operations)
 
     def _settle(self, key: tuple[int, int], work: _Work) -> None:
-        """A graph set is complete. Where others take turns with it in its slot, they may use its memory from now on."""
+        """A graph set is complete. Its gradients leave at once, so whoever comes next in its pool may have their memory."""
         graph_set = _frozen(work)
         work.running, work.env, work.statics = [], {}, []  # what was held for the backward alone
-        turns = {
-            (number, index)
-            for number, unit in enumerate(self.plan.units)
-            for index, sample in enumerate(unit.samples)
-            if sample.slot == work.sample.slot
-        }
-        self.complete[key] = loosened(graph_set, self._aliased) if len(turns) > 1 else graph_set
+        pool = self.plan.pool_of(work.sample.slot)
+        alone = sum(self.plan.pool_of(slot) == pool for slot in self._sets_in) == 1
+        self.complete[key] = graph_set if alone else loosened(graph_set, self._aliased, outputs=False)
+
+    def _lend(self, key: tuple[int, int]) -> None:
+        """Where other graph sets take turns in the slot, they may also have the memory of the outputs, once all layers of
+        the chunk are through: an output is valid until the next forward there."""
+        graph_set = self.complete[key]
+        if self._sets_in.count(graph_set.slot) > 1:
+            self.complete[key] = loosened(graph_set, self._aliased, outputs=True)
 
     def _phases(self, chunk: int, delayed: bool) -> tuple[Phase, ...]:
         """The backward phases that the order asks of a chunk, in an order of recording that any replay respects. Where
@@ -151,10 +159,11 @@ class Recorder:
         facts, sample = self.facts.units[number][index], unit.samples[index]
         args, kwargs = sample_copies(sample)  # one object per argument, also where the user passed one tensor twice
         places = {id(leaf): place for place, leaf in enumerate(flatten((args, kwargs))[0])}
-        if sample.slot not in self.pools:
-            # The caller's pool is for one slot: two slots of one pool may be replayed in another sequence than recorded.
-            self.pools[sample.slot], self.pool = self.backend.new_pool(self.pool), None
-        pool = self.pools[sample.slot]
+        number_of_pool = self.plan.pool_of(sample.slot)
+        if number_of_pool not in self.pools:
+            # The caller's is for one of ours: two of them in one may be replayed in another sequence than recorded.
+            self.pools[number_of_pool], self.pool = self.backend.new_pool(self.pool), None
+        pool = self.pools[number_of_pool]
         work = _Work(pool, unit, facts, sample, places, [], entry_values(unit, args, kwargs), [])
         trace = unit.program.trace
         with torch.set_grad_enabled(facts.grad), self.plan.hooks.forward(number, unit.layers[0]):

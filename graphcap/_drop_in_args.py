@@ -16,6 +16,7 @@ import torch
 from graphcap._tensors import call_args, call_kwargs
 from graphcap._time_hooks import MOMENTS, Hook, TimeHooks
 from graphcap.errors import ArgumentError, OrderError, PlanError, SampleError
+from graphcap.fp8_meta import QuantSpec
 from graphcap.order import Order
 
 Graphable = Callable[..., Any]
@@ -40,6 +41,11 @@ class Quantized:
     def active(self) -> bool:
         """Whether anything needs quantised state."""
         return self.calibrating or any(self.enabled)
+
+    def specs(self) -> tuple[QuantSpec, ...]:
+        """The same per callable."""
+        rest = (self.recipe, self.group, self.calibrating, self.cache_weights)
+        return tuple(QuantSpec(enabled, *rest) for enabled in self.enabled)
 
 
 @dataclass(frozen=True, slots=True)

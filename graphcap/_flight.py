@@ -11,7 +11,7 @@ import torch
 from graphcap import _torch_private as private
 from graphcap._facts import Pattern
 from graphcap.backends.base import Backend, Event, Graph
-from graphcap.errors import InFlightError, InputMismatch
+from graphcap.errors import InFlightError, InputMismatch, ReplayOrderError
 from graphcap.order import Phase
 
 
@@ -84,6 +84,24 @@ class Flight:
 
 
 @dataclass(slots=True)
+class Nest:
+    """Slots of one pool: those of a chunk's layers. What a later layer saves may lie where an earlier one has its scratch
+    memory, so a layer runs, forward or backward, only while no later one waits for its backward."""
+
+    slots: list[Slot]
+
+    def require_turn(self, unit: int, title: str, holder: tuple[int, int] | None) -> None:
+        """`holder`: chunk and microbatch of a forward; a layer of another one may not begin in between."""
+        for slot in self.slots:
+            if slot.waits() and (slot.unit > unit or (holder is not None and slot.owner != holder)):
+                raise ReplayOrderError(
+                    f"{title} runs while {slot.holder[0]}, microbatch {slot.holder[1]} still waits for its backward. Layers "
+                    "of a chunk run in their sequence, backwards in reverse, and share memory accordingly: run that "
+                    "backward first, or capture these as chunks of their own"
+                )
+
+
+@dataclass(slots=True)
 class Slot:
     """The life of one set of static buffers."""
 
@@ -92,6 +110,14 @@ class Slot:
     flight: weakref.ref[Flight] | None = None
     holder: tuple[str, int] = ("", 0)  # title of the unit, microbatch: words only where an error needs them
     tail: Event | None = None  # the end of a graph on another stream, which nobody has waited for
+    unit: int = 0  # of the flight; owner: its chunk and microbatch
+    owner: tuple[int, int] = (0, 0)
+    nest: Nest | None = None  # if its pool is not its own
+
+    def waits(self) -> bool:
+        """Whether a backward that still has to run needs what the forward saved."""
+        flight = None if self.flight is None else self.flight()
+        return flight is not None and not flight.finished and not flight.done
 
     def in_flight(self) -> bool:
         flight = None if self.flight is None else self.flight()

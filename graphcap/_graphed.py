@@ -19,7 +19,7 @@ from torch import nn
 from graphcap import _delayed, _guards
 from graphcap import _torch_private as private
 from graphcap._capture_set import CaptureSet, GraphSet
-from graphcap._flight import Flight, Side, Slot
+from graphcap._flight import Flight, Nest, Side, Slot
 from graphcap._plan import CapturePlan, Layers, UnitPlan
 from graphcap._replay import BoundSet
 from graphcap._step_guard import StepGuard, read_by_eager_alone
@@ -74,6 +74,10 @@ class Runner:
     ) -> None:
         self.capture, self.plan, self.backend, self.ambient = capture, capture.plan, backend, ambient
         self.slots = [Slot(number) for number in range(self.plan.slots)]
+        for pool in set(self.plan.pools):
+            shared = [slot for slot in self.slots if self.plan.pool_of(slot.number) == pool]
+            for slot in shared if len(shared) > 1 else ():
+                slot.nest = Nest(shared)
         self.sets = [[BoundSet(s, self.slots[s.slot], capture) for s in sets] for sets in capture.sets]
         self.stats = Stats(operations=capture.operations)
         self.anchor = torch.zeros((), device=backend.device, requires_grad=True)
@@ -138,6 +142,8 @@ class Runner:
             bound.slot.require_free(bound.title, microbatch)
             if bound.slot.was_dropped():  # a forward whose backward never ran: its step has ended all the same
                 self._check_due[number] = True
+        if bound.slot.nest is not None:
+            bound.slot.nest.require_turn(number, unit.title, (unit.chunk, microbatch))
         if self._check_due[number]:
             state = self._check_state(number, grad)
             if state is not None:
@@ -161,6 +167,7 @@ class Runner:
         if grad and bound.has_backward:
             hold = partial(self._hold, (number, microbatch)) if bound.facts.delayed else None
             flight = slot.take((bound.title, microbatch), lambda: self._finished(number), hold, side)
+            slot.unit, slot.owner = number, (bound.unit.chunk, microbatch)
         try:
             value = bound.run(args, kwargs, flight, self.anchor, side)
         except BaseException:

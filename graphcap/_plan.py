@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from graphcap._delayed import owners_of
+from graphcap._guards import modules_of
 from graphcap._tensors import CallSpec
 from graphcap._time_hooks import NO_HOOKS, TimeHooks
 from graphcap.config import CaptureConfig
@@ -82,7 +84,8 @@ class CapturePlan:
     graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1). static_bytes: memory that
     the static buffers take, known once recording is done (0 before); shared_bytes: what it would be more if every
     microbatch had buffers of its own. hooks: what runs around warm-up and recording. alias_parameters: ids of parameters
-    whose gradient is handed out as the static buffer itself.
+    whose gradient is handed out as the static buffer itself. pools: of every slot, the number of its memory pool (empty:
+    each has its own).
     """
 
     units: tuple[UnitPlan, ...]
@@ -95,6 +98,10 @@ class CapturePlan:
     shared_bytes: int = 0
     hooks: TimeHooks = NO_HOOKS
     alias_parameters: frozenset[int] = frozenset()
+    pools: tuple[int, ...] = ()
+
+    def pool_of(self, slot: int) -> int:
+        return self.pools[slot] if self.pools else slot
 
     @property
     def parts(self) -> tuple[PartPlan, ...]:
@@ -208,8 +215,11 @@ def build_callables(
     keys = signature_keys(specs)
 
     def signature(chunk: int, microbatch: int, layer: int) -> object:
-        flat = order.flat_index(chunk, microbatch, layer)
-        return keys[flat] if share_slots else flat
+        if not share_slots:
+            return order.flat_index(chunk, microbatch, layer)
+        # Slots of a chunk's layers are taken together (see `_pools`), so chunks share where all of their layers agree.
+        layers = range(order.layers_per_chunk[chunk])
+        return tuple(keys[order.flat_index(chunk, microbatch, other)] for other in layers), layer
 
     slot_map = assign_slots(order, signature)
     units = []
@@ -218,6 +228,7 @@ def build_callables(
         for layer in range(count):
             units.append(_callable_unit(callables[index], chunk, layer, samples, specs, order, slot_map))
             index += 1
+    nested = given_order and not config.retain_graph and all(_is_one_graph(unit) for unit in units)
     return CapturePlan(
         tuple(units),
         order,
@@ -227,7 +238,26 @@ def build_callables(
         strict=False,
         hooks=hooks,
         alias_parameters=alias_parameters,
+        pools=_pools(order, slot_map) if nested else (),
     )
+
+
+def _is_one_graph(unit: UnitPlan) -> bool:
+    """Whether a unit is one graphed part whose backward is done when autograd's is."""
+    return len(unit.parts) == 1 and unit.parts[0].kind is GRAPHED and not owners_of(modules_of(unit.layers))
+
+
+def _pools(order: Order, slot_map: SlotMap) -> tuple[int, ...]:
+    """One pool for the layers of a chunk: they run one inside the other (forwards up, backwards down), so that the scratch
+    memory and the gradients of one serve all. Only where slots are always taken together; else each has its own."""
+    group_of: dict[int, tuple[int, ...]] = {}
+    for chunk, count in enumerate(order.layers_per_chunk):
+        for microbatch in range(order.microbatches):
+            group = tuple(sorted(slot_map.slot_of(chunk, microbatch, layer) for layer in range(count)))
+            if any(group_of.setdefault(slot, group) != group for slot in group):
+                return ()
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(group_of[slot] for slot in sorted(group_of)))}
+    return tuple(numbers[group_of[slot]] for slot in range(slot_map.count))
 
 
 def _callable_unit(

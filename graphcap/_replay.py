@@ -235,6 +235,8 @@ class BoundPart:
         if True not in pattern:
             return [None] * self._width
         self._require_valid(flight, phase)
+        if self.slot.nest is not None:
+            self.slot.nest.require_turn(self.slot.unit, f"the backward of part {self.facts.part.name}", None)
         choice = self._choices.get((phase, pattern)) or self._choose(phase, pattern)
         if phase is not Phase.W:
             if choice.graph is None:

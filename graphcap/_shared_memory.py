@@ -14,6 +14,7 @@ import torch
 
 from graphcap import _torch_private as private
 from graphcap._capture_set import BackwardGraph, GraphSet, PartGraphs
+from graphcap._plan import CapturePlan
 from graphcap.order import Phase
 
 
@@ -27,17 +28,20 @@ def weak_alias(tensor: torch.Tensor) -> torch.Tensor:
     return alias
 
 
-def loosened(graph_set: GraphSet, stays: Callable[[int], bool]) -> GraphSet:
-    """The set with weak aliases of what lies in the pool. What was there before stays: the caller's inputs, arriving
-    gradients; and so do gradients of parameters that `stays(index)` says are handed out as they are."""
+def loosened(graph_set: GraphSet, stays: Callable[[int], bool], *, outputs: bool) -> GraphSet:
+    """The set with weak aliases of the gradients that lie in the pool, and, with `outputs`, of the outputs. What was there
+    before stays: the caller's inputs, arriving gradients; and so do gradients of parameters that `stays(index)` says are
+    handed out as they are."""
     parts = [part for part in graph_set.parts if part is not None]
     fixed = {_place(t) for part in parts for n, t in enumerate(part.inputs) if not part.linked[n]}
     fixed |= {_place(t) for part in parts for t in part.grad_outputs if not _is_result(t, parts)}
     fixed |= {_place(t) for part in parts for t in _handed_out(part, stays)}
+    if not outputs:
+        fixed |= {_place(t) for part in parts for t in part.outputs}
     made: dict[int, torch.Tensor] = {}
 
     def weak(tensor: torch.Tensor) -> torch.Tensor:
-        if _place(tensor) in fixed or not tensor.numel():
+        if _place(tensor) in fixed or not tensor.numel() or not tensor.untyped_storage().resizable():
             return tensor
         return made.setdefault(id(tensor), weak_alias(tensor))
 
@@ -86,11 +90,14 @@ def _handed_out(part: PartGraphs, stays: Callable[[int], bool]) -> Iterable[torc
 # --------------------------------------------------------------------------------------------------------------- bytes
 
 
-def static_bytes(sets: Iterable[GraphSet], buffers: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Bytes of the static surfaces (inputs, crossing values, outputs and gradients, each memory once; of graph sets that
-    take turns in one slot, what the largest needs), and how many more they were with buffers for every microbatch."""
+def static_bytes(
+    plan: CapturePlan, sets: Iterable[GraphSet], buffers: Iterable[torch.Tensor]
+) -> tuple[int, int]:
+    """Bytes of the static surfaces (inputs, crossing values, outputs and gradients, each memory once; of what graph sets
+    only borrow, outputs in a slot and gradients in a pool, what the largest needs), and how many more they were if every
+    graph set owned what it has, and every microbatch had one."""
     whole: dict[int, int] = {}  # address -> bytes, of what is owned
-    turns: dict[int, int] = {}  # slot -> the largest of what its sets only borrow
+    turns: dict[tuple[str, int], int] = {}  # the largest of what is borrowed there
     apart = 0
     for graph_set in sets:
         owned: dict[int, int] = {}
@@ -101,7 +108,12 @@ def static_bytes(sets: Iterable[GraphSet], buffers: Iterable[torch.Tensor]) -> t
             side[storage.data_ptr()] = max(side.get(storage.data_ptr(), 0), storage.nbytes())
         whole |= owned
         loose = sum(borrowed.values())
-        turns[graph_set.slot] = max(turns.get(graph_set.slot, 0), loose)
+        outputs = sum(borrowed.get(place, 0) for place in {_place(t) for p in graph_set.parts if p for t in p.outputs})
+        for where, size in (
+            (("outputs", graph_set.slot), outputs),
+            (("gradients", plan.pool_of(graph_set.slot)), loose - outputs),
+        ):
+            turns[where] = max(turns.get(where, 0), size)
         served = next(s.microbatches for s in graph_set.unit.samples if s.slot == graph_set.slot)
         apart += (sum(owned.values()) + loose) * len(served)
     static = sum(whole.values()) + sum(turns.values())

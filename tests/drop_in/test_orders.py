@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphcap
-from graphcap import Order
+from graphcap import Order, _flight
 from graphcap.testing import deterministic
 from tests.drop_in.chains import assert_chain_equal, captured, valid_orders
 
@@ -76,5 +76,39 @@ def test_static_bytes_do_not_grow_with_the_microbatches(layers: list[int]) -> No
     assert len({plan.static_bytes for plan in plans}) == 1, [plan.static_bytes for plan in plans]
     separate = plan_of(4, reuse=False)
     assert separate.static_bytes > plans[0].static_bytes
-    assert separate.shared_bytes == 0
-    assert plans[0].shared_bytes == separate.static_bytes - plans[0].static_bytes
+    whole = {plan.static_bytes + plan.shared_bytes for plan in (plans[0], separate)}
+    assert len(whole) == 1  # what it would be without any sharing
+
+
+def test_layers_of_a_chunk_share_a_pool_and_run_in_their_sequence() -> None:
+    """Scratch of an earlier layer may lie where a later one keeps what its backward needs."""
+    options: dict[str, Any] = {"_reuse_graph_input_output_buffers": True}
+    order = Order.parse("0F0 0F1 0B0 0B1")
+    _, made = captured(order, [2], **options)
+    plan = made[0].plan
+    assert (plan.slots, len(set(plan.pools))) == (4, 2)
+    x = torch.ones(3, 4)
+    late = made[1](x)
+    with pytest.raises(graphcap.ReplayOrderError, match="still waits for its backward"):
+        made[0](x)
+    late.sum().backward()
+    first, second = made[0](x.requires_grad_()), made[1](x)
+    with pytest.raises(graphcap.ReplayOrderError, match="Layers of a chunk run in their sequence"):
+        first.sum().backward()
+    second.sum().backward()
+    made[2](x.detach())  # another microbatch has a pool of its own
+    _, single = captured(Order.parse("0F0 0B0"), [2], retain_graph_in_backward=True)
+    assert single[0].plan.pools == ()
+
+
+def test_without_that_check_a_layer_out_of_sequence_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_flight.Nest, "require_turn", lambda *_: None)
+    layers, made = captured(Order.parse("0F0 0F1 0B0 0B1"), [2], _reuse_graph_input_output_buffers=True)
+    x = torch.ones(3, 4)
+    made[1](x).sum().backward()
+    right = layers[1].linear.weight.grad.clone()  # type: ignore[union-attr, operator]
+    layers[1].zero_grad()
+    late = made[1](x)
+    made[0](x)
+    late.sum().backward()
+    assert not torch.equal(layers[1].linear.weight.grad, right)  # type: ignore[arg-type, union-attr]

@@ -60,6 +60,7 @@ def test_the_plan_says_who_shares_and_what_it_saves() -> None:
         apart = plan_of(TURNS)
     assert (shared.slots, apart.slots) == (1, 4)
     assert shared.static_bytes * 4 == apart.static_bytes == shared.static_bytes + shared.shared_bytes
+    assert apart.shared_bytes == 0
     assert "saved by sharing)" in str(shared) and "slot 0: 0F0, 1F0, 0F1, 1F1" in str(shared)
     assert "saved" not in str(apart)
 
