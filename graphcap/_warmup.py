@@ -281,8 +281,20 @@ class _Pass:
         """Differentiate the way in which a caller usually starts; in the last pass, with `keep_values`, every way."""
         shapes = [_Shape(running, self) for running in self.running]
         if self.grad:
-            for seeds in self._seeds(all_ways=keep_values and not self.trial.owners):
-                self._one_backward(shapes, seeds)
+            usual, *others = self._seeds(all_ways=keep_values and not self.trial.owners)
+            self._one_backward(shapes, usual)
+            for seeds in others:
+                before = [len(shape.patterns) for shape in shapes]
+                try:
+                    self._one_backward(shapes, seeds)
+                except GraphcapError:
+                    raise
+                except Exception:
+                    # A backward that frees what its forward saved (TE's modules) runs once. Then the graph for all outputs
+                    # serves the other ways too, on zeros, as in torch's and TE's function.
+                    for shape, count in zip(shapes, before, strict=True):
+                        del shape.patterns[count:]
+                    break
         return [shape.facts(keep_values) for shape in shapes], self.reentrant
 
     def _seeds(self, all_ways: bool) -> list[set[tuple[int, int]]]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import graphcap
 from graphcap import Order, _flight
@@ -112,3 +113,42 @@ def test_without_that_check_a_layer_out_of_sequence_would_be_wrong(monkeypatch: 
     made[0](x)
     late.sum().backward()
     assert not torch.equal(layers[1].linear.weight.grad, right)  # type: ignore[arg-type, union-attr]
+
+
+class _Once(torch.autograd.Function):
+    """Two outputs, and a backward that gives up what the forward saved, as those of TE's modules do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        ctx.kept = [x, weight]
+        return x * weight, x + weight
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.kept
+        ctx.kept = None
+        return a * weight + b, (a * x + b).sum(0)
+
+
+class Once(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 5.0))
+
+    def forward(self, x: Tensor) -> Any:
+        return _Once.apply(x, self.weight)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("ways", [(0, 1), (0,), (1,)], ids=str)
+def test_a_backward_that_runs_once(ways: tuple[int, ...]) -> None:
+    module, twin = Once(), Once()
+    graphcap.make_graphed_callables(module, (torch.ones(3, 4, requires_grad=True),), backend="tape")
+    for step in range(3):
+        found = []
+        for side in (module, twin):
+            x = torch.full((3, 4), float(step + 2), requires_grad=True)
+            out = side(x)
+            torch.autograd.backward([out[n] for n in ways], [torch.full((3, 4), 2.0 + n) for n in ways])
+            found.append((x.grad, side.weight.grad))
+        for mine, theirs in zip(*found, strict=True):
+            assert torch.equal(mine, theirs) and bool(mine.count_nonzero())
