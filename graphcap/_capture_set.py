@@ -56,6 +56,13 @@ class GraphSet:
     slot: int
     parts: tuple[PartGraphs | None, ...]
 
+    def reset(self) -> None:
+        """Free every graph; twice is fine."""
+        for part in (part for part in self.parts if part is not None):
+            part.forward.reset()
+            for graph in (g for graphs in part.backward.values() for g in graphs):
+                graph.graph.reset()
+
 
 @dataclass(frozen=True, slots=True)
 class CaptureSet:

@@ -437,7 +437,9 @@ def test_streams_are_refused_on_the_tape() -> None:
         del kept
 
 
-def test_low_precision_waits_for_its_state() -> None:
-    for name in ("enabled", "calibrating"):
-        with pytest.raises(graphcap.StateError):
-            graph(linear(), (drawn(0),), **{name: True})
+def test_low_precision_means_nothing_to_plain_modules() -> None:
+    """As in TE, whose autocast they do not look at."""
+    module = linear()
+    twin = copy.deepcopy(module)
+    graph(module, (drawn(0),), enabled=True)
+    assert torch.equal(module(drawn(1)), twin(drawn(1)))
