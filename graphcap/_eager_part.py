@@ -1,4 +1,4 @@
-"""An eager part at replay: it runs as it is, and what it made is checked against what the next graph expects."""
+"""An eager part at replay: ordinary Python, whose results must be what the next graph was captured with."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from graphcap._facts import PartFacts, UnitFacts
 from graphcap._parts import OutIndex, distinct_tensors
 from graphcap._plan import PartPlan, UnitPlan
 from graphcap._recompute import run_checkpointed
 from graphcap._tensors import flatten, same_constant
-from graphcap._warmup import PartFacts, UnitFacts
 from graphcap.errors import InputMismatch
 from graphcap.partial_layer import NOTHING, run_call
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from graphcap import _torch_private as private
-from graphcap.backends.base import Backend, Graph
+from graphcap.backends.base import Backend
 from graphcap.backends.tape_record import written_arguments
 from graphcap.backends.tape_refusals import tensors_in
 from graphcap.errors import CutError, ReplayError
@@ -48,13 +48,13 @@ class Again:
         """Before the forward of a microbatch is replayed."""
         return Remembered(self.backend.generator_states(), versions_of(self.reads))
 
-    def replay(self, graph: Graph, then: Remembered) -> None:
-        """Replay a backward graph with the random numbers of that forward; the generators are as before afterwards."""
+    def replay(self, launch: Callable[[], None], then: Remembered) -> None:
+        """Launch a backward graph with the random numbers of that forward; the generators are as before afterwards."""
         require_unchanged(self.part, self.reads, then.versions)
         now = self.backend.generator_states()
         self.backend.restore_generator_states(then.states)
         try:
-            graph.replay()
+            launch()
         finally:
             self.backend.restore_generator_states(now)
 

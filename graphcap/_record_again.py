@@ -11,10 +11,10 @@ import torch
 
 from graphcap import _guards
 from graphcap import _torch_private as private
+from graphcap._facts import PartFacts
 from graphcap._parts import Running, close_part, in_place_words, open_part, proxy_of, run_calls, run_inputs, sample_copies
 from graphcap._plan import PartPlan, Sample, UnitPlan
 from graphcap._recompute import Again, Watch
-from graphcap._warmup import PartFacts
 from graphcap.backends.base import Backend, Graph
 from graphcap.partial_layer import GRAPHED, NOTHING, Opened
 

@@ -10,7 +10,7 @@ def plan_text(plan: CapturePlan) -> str:
     """The plan as lines: a head with counts and bytes, one per part, then the slots that several microbatches share."""
     lines = [
         f"{_counted(plan.graphs, 'graphed part')}, {_counted(len(plan.breaks), 'break')}, {_counted(plan.slots, 'slot')}, "
-        f"{_bytes(plan.static_bytes) + ' static' if plan.static_bytes else 'not recorded yet'}"
+        f"{_static(plan)}"
     ]
     if plan.config.recompute is not None and plan.static_bytes:
         lines[0] += f", {_bytes(plan.recompute_saves)} of activations recomputed instead of kept"
@@ -47,6 +47,13 @@ def _counted(number: int, noun: str) -> str:
 
 def _short(name: str) -> str:
     return name.rsplit(".", 1)[-1].split("#")[0]
+
+
+def _static(plan: CapturePlan) -> str:
+    if not plan.static_bytes:
+        return "not recorded yet"
+    saved = f" ({_bytes(plan.shared_bytes)} saved by sharing)" if plan.shared_bytes > 0 else ""
+    return f"{_bytes(plan.static_bytes)} static{saved}"
 
 
 def _bytes(count: int) -> str:

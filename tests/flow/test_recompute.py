@@ -212,8 +212,8 @@ def test_slots_remember_their_own_random_numbers() -> None:
 def test_a_recomputation_with_other_random_numbers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: without the forward's random state the gradients differ."""
 
-    def careless(self: Again, graph: Any, then: Any) -> None:
-        graph.replay()
+    def careless(self: Again, launch: Any, then: Any) -> None:
+        launch()
 
     monkeypatch.setattr(Again, "replay", careless)
     assert "differ" in str(judged(Dropped, steps=2))
