@@ -15,7 +15,10 @@ import graphcap
 from graphcap import EAGER, GRAPHED, CaptureConfig, CutError, PlanError, ReplayError
 from graphcap._capture import Recorder
 from graphcap._recompute import Again
+from graphcap.fp8_meta import QuantSpec
+from graphcap.fp8_reference import RefFp8Linear, RefManager, RefRecipe
 from graphcap.testing import Comparison, compare, deterministic
+from tests.drop_in.delayed import DelayedLinear
 from tests.flow.small import Routed, rows, same_gradients
 
 ORDERS = [
@@ -361,6 +364,20 @@ def test_without_gradients_nothing_changes() -> None:
         x = rows()
         assert torch.equal(graphed(x), graphed.module(x))
     assert graphed.plan.recompute_saves == 0
+
+
+def test_modules_that_keep_books_of_their_forwards_are_refused() -> None:
+    """Quantised modules that collect amaxes, and modules that put weight gradients off."""
+    x = (torch.ones(8, 16, requires_grad=True),)
+    manager = RefManager()
+    layer = RefFp8Linear(16, 16, manager, history_len=4)
+    with manager.autocast(QuantSpec(recipe=RefRecipe(history_len=4))):
+        with pytest.raises(PlanError, match="collect amaxes"):
+            graphcap.capture(layer, x, backend="tape", config=CaptureConfig(recompute="part"))
+        graphcap.capture(layer, x, backend="tape")
+    graphcap.capture(layer, x, backend="tape", config=CaptureConfig(recompute="part"))  # outside of the region it is plain
+    with pytest.raises(PlanError, match="put weight gradients off"):
+        graphcap.capture(DelayedLinear(16), x, backend="tape", config=CaptureConfig(recompute="part"))
 
 
 def test_a_wrong_choice() -> None:
