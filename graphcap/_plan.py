@@ -35,6 +35,11 @@ class PartPlan:
         return first if len(self.calls) == 1 else f"{first} .. {last}"
 
     @property
+    def hoisted(self) -> bool:
+        """Whether it was moved in front of all graphs."""
+        return self.calls[0].hoisted
+
+    @property
     def reason(self) -> str | None:
         return next((call.reason for call in self.calls if call.reason), None)
 
@@ -77,7 +82,8 @@ class UnitPlan:
 class CapturePlan:
     """The plan of a capture: print it to see parts, breaks with their reasons, slots and bytes.
 
-    parts: every part of every chunk, in order. breaks: the EAGER ones. slots: how many sets of static buffers.
+    parts: every part of every chunk, in order. breaks: the EAGER ones, but for those that are hoisted: functions of the
+    arguments alone (a mask), which run before all graphs and cost none. slots: how many sets of static buffers.
     graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1). static_bytes: memory that
     the static buffers take, known once recording is done (0 before).
     """
@@ -96,7 +102,11 @@ class CapturePlan:
 
     @property
     def breaks(self) -> tuple[PartPlan, ...]:
-        return tuple(part for part in self.parts if part.kind is not GRAPHED)
+        return tuple(part for part in self.parts if part.kind is not GRAPHED and not part.hoisted)
+
+    @property
+    def hoisted(self) -> tuple[PartPlan, ...]:
+        return tuple(part for part in self.parts if part.hoisted)
 
     @property
     def slots(self) -> int:
@@ -125,7 +135,7 @@ def cut(program: Program) -> tuple[PartPlan, ...]:
     """
     runs: list[list[Call]] = []
     for call in program.calls:
-        if runs and runs[-1][0].kind is call.kind:
+        if runs and (runs[-1][0].kind, runs[-1][0].hoisted) == (call.kind, call.hoisted):
             runs[-1].append(call)
         else:
             runs.append([call])

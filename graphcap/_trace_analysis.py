@@ -19,9 +19,11 @@ from graphcap import _torch_private as private
 from graphcap._breaks import Breaks, Target, intercepted
 from graphcap._tensors import check_leaf, compact, empty_static, flatten, tensor_problem, tensors_of, unflatten
 from graphcap._trace import Mode
+from graphcap._trace_hoist import Recipes, Recomputed, StandIn
 from graphcap._trace_owners import Owners, has_storage
 from graphcap._trace_records import OUTSIDE, BreakRecord, Place, Ref, Script, Value, spec, strided_clone, taken_apart
 from graphcap.backends.refusal_modes import line_text, user_place
+from graphcap.backends.tape_refusals import tensors_in
 from graphcap.errors import CutError, SampleError
 
 
@@ -36,9 +38,12 @@ class Analysis(Owners):
         device: torch.device,
         cloned: frozenset[tuple[str, int]],
         constants: Mapping[int, private.StorageKey],
+        hoists: bool = True,
     ) -> None:
         super().__init__(modules, breaks, grad, device, constants)
-        self.cloned = cloned
+        self.cloned, self.hoists = cloned, hoists
+        self.recipes = Recipes()
+        self._hoisted: list[BreakRecord] = []
         self.called_targets: set[int] = set()
         self._reads: dict[int, dict[str, None]] = {}
         self._records: list[BreakRecord] = []
@@ -98,6 +103,7 @@ class Analysis(Owners):
         return Script(
             tuple(self.entries),
             tuple(self.results),
+            tuple(self._hoisted),
             tuple(self._records),
             tuple(tuple(self._reads.get(stretch, ())) for stretch in range(self.stretch + 1)),
             frozenset(self.calls_in),
@@ -126,6 +132,18 @@ class Analysis(Owners):
         return [title for title, key in self._given if not key.is_gone()]
 
     # ---------------------------------------------------------------------------------------------------------- values
+
+    def call(self, title: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number, self.drew = len(self.entries), False
+        result = super().call(title, func, args, kwargs)
+        if self.hoists and self.stretch == 0 and not self.drew and not title.endswith(".apply"):
+            made = []
+            for place, tensor in enumerate(tensors_in(result)):
+                value = self.value_of(tensor)
+                if value is not None and value.name == f"{title}#0:{number}:{place}" and not tensor.requires_grad:
+                    made.append((place, value))
+            self.recipes.note(func, (args, kwargs), made, self.value_of, self.inputs)
+        return result
 
     def new_value(self, tensor: torch.Tensor, name: str, made: int, place: Place) -> Value:
         value = super().new_value(tensor, name, made, place)
@@ -232,7 +250,7 @@ class Analysis(Owners):
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _run_break(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
-        number, place = len(self._records), user_place()
+        number, place = len(self._hoisted) + len(self._records), user_place()
         leaves, structure = taken_apart((args, kwargs))
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and self.value_of(leaf) is None:
@@ -246,6 +264,8 @@ class Analysis(Owners):
         new_args, new_kwargs = unflatten(structure, given)
         state = (torch.is_grad_enabled(), self._autocast())
         self.title, self.inside, self.quiet = target.title, number, False
+        self.drew = self.wrote_outside = False
+        self.reads_inside = set()
         with _guards.kept_autocast():  # a cast that one part made is not for another
             result = run(*new_args, **new_kwargs)
         self.inside, self.quiet = None, True
@@ -255,10 +275,54 @@ class Analysis(Owners):
                 "again\n  called at "
                 f"{line_text(place)}\n  Way out: clone it in the break"
             )
-        self.stretch += 1
-        record, tree = self._results_of(target, number, result, raw, place, (structure, recorded), state)
-        self._records.append(record)
+        hoisted = self._hoistable(target, (leaves, given), result, raw)
+        if hoisted is None:
+            self.stretch += 1
+            record, tree = self._results_of(target, number, result, raw, place, (structure, recorded), state)
+            self._records.append(record)
+        else:
+            record, tree = self._results_of(target, number, result, raw, place, (structure, hoisted), state)
+            self._hoisted.append(record)
         return tree
+
+    def _hoistable(
+        self,
+        target: Target,
+        arguments: tuple[list[Any], list[Any]],
+        result: Any,
+        raw: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[Any, ...] | None:
+        """The arguments of a function break that can run in front of everything: it reads only what is there then, and
+        what it does would not be seen to have moved. None of any other break."""
+        # A break before it may leave something behind that it reads; a random number would be drawn in another order.
+        if not self.hoists or isinstance(target.what, nn.Module) or self._records or self.drew or self.wrote_outside:
+            return None
+        results = tensors_of(taken_apart(result)[0])
+        if any(tensor.requires_grad or id(tensor) in raw for tensor in results):
+            return None
+        if any(key not in self.owners and self.was_written(key) for key in self.reads_inside):
+            return None
+        seen = self.reads_inside.union(private.storage_key(tensor) for tensor in results if has_storage(tensor))
+        made: list[Any] = []
+        for leaf, copy in zip(*arguments, strict=True):
+            value = self.value_of(leaf) if isinstance(leaf, torch.Tensor) else None
+            if isinstance(leaf, torch.Tensor) and value is None:
+                state = self.state_ref(leaf)
+                if state is None or self.was_written(private.storage_key(leaf)):
+                    return None
+                made.append(state)
+            elif value is None:
+                made.append(leaf)
+            elif value.name in self.inputs:
+                made.append(Ref(value.name))
+            elif private.storage_key(copy) not in seen:
+                made.append(StandIn.of(copy))
+            else:
+                again = None if self.was_written(value.root) else self.recipes.of(value.name, self.inputs)
+                if again is None:
+                    return None
+                made.append(again)
+        return tuple(made)
 
     def _autocast(self) -> tuple[bool, torch.dtype]:
         kind = self.device.type
@@ -317,8 +381,21 @@ class Analysis(Owners):
                 new.append(name)
             recorded.append(self._leaf(leaves[at], what))
         grad, autocast = state
+        reads: dict[str, None] = {}
+        for leaf in arguments[1]:
+            names = (leaf.name,) if isinstance(leaf, Ref) else leaf.reads if isinstance(leaf, Recomputed) else ()
+            reads.update(dict.fromkeys(names))
         record = BreakRecord(
-            target, *arguments, structure, tuple(recorded), tuple(specs), tuple(new), grad, autocast, place
+            target,
+            *arguments,
+            structure,
+            tuple(recorded),
+            tuple(specs),
+            tuple(new),
+            grad,
+            autocast,
+            place,
+            tuple(reads),
         )
         return record, unflatten(structure, leaves)
 

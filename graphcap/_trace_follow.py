@@ -20,6 +20,7 @@ from graphcap._plan import PartPlan
 from graphcap._tensors import flatten, same_constant, unflatten
 from graphcap._trace import Mode, Trace
 from graphcap._trace_analysis import distinct
+from graphcap._trace_hoist import Recomputed, StandIn
 from graphcap._trace_records import OUTSIDE, BreakRecord, Entry, Ref, Script, StateRef, Value, strided_clone, taken_apart
 from graphcap.backends.refusal_modes import line_text, user_place
 from graphcap.errors import CutError, InputMismatch
@@ -49,7 +50,7 @@ class BreakCall:
 
     def __call__(self, *values: torch.Tensor) -> Any:
         named = dict(zip(self.record.reads, values, strict=True))
-        leaves = [named[x.name] if isinstance(x, Ref) else current(x) for x in self.record.argument_leaves]
+        leaves = [self._argument(leaf, named) for leaf in self.record.argument_leaves]
         args, kwargs = unflatten(self.record.arguments, leaves)
         versions = [_version(value) for value in values]
         with self._modes():
@@ -60,6 +61,13 @@ class BreakCall:
                 "again. Clone it in the break"
             )
         return self._made(result, named)
+
+    def _argument(self, leaf: Any, named: dict[str, torch.Tensor]) -> Any:
+        if isinstance(leaf, Ref):
+            return named[leaf.name]
+        if isinstance(leaf, Recomputed):
+            return leaf.run(named)
+        return leaf.make(self.record.target.title) if isinstance(leaf, StandIn) else current(leaf)
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
@@ -145,6 +153,10 @@ def program_of(layers: tuple[Callable[..., Any], ...], script: Script, breaks: B
     ambient = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
     calls: list[Call] = []
     wanted = sorted(script.wanted)
+    for number, record in enumerate(script.hoisted):
+        run = BreakCall(number, record, grad, ambient, device)
+        reason = record.target.reason
+        calls.append(Call(EAGER, record.target.title, run, record.reads, record.new, 0, reason, hoisted=True))
     for number, reads in enumerate(script.reads):
         if number in script.filled:
             made = tuple(name for name in wanted if _made_in(name, number))
@@ -199,8 +211,14 @@ class _Follower(Trace):
         self._opened = opened
         self._stretches: dict[int, tuple[PartPlan, Call]] = {}
         self._breaks: dict[int, tuple[PartPlan, Call]] = {}
+        self._hoisted: list[tuple[PartPlan, Call]] = []
+        self._done: list[dict[str, torch.Tensor]] = []  # what hoisted breaks made
+        self._asked = 0  # how many of them the forward has called
         for part in parts:
             for call in part.calls:
+                if call.hoisted:
+                    self._hoisted.append((part, call))
+                    continue
                 table = self._stretches if isinstance(call.run, Stretch) else self._breaks
                 table[call.run.number] = (part, call)  # type: ignore[attr-defined]
         self._made: dict[str, torch.Tensor] = {}
@@ -217,6 +235,7 @@ class _Follower(Trace):
             self.new_value(tensor, name, OUTSIDE, None)
         try:
             with intercepted(self, self.breaks):
+                self._run_hoisted()
                 self._begin_stretch()
                 result = run_plain(self.program.layers, args, kwargs)
                 leaves = [leaf for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)]
@@ -227,6 +246,10 @@ class _Follower(Trace):
         except BaseException:
             self._abort()
             raise
+        if self._asked != len(self._hoisted):
+            raise CutError(
+                f"the forward called {self._asked} of the hoisted breaks in one run, but {len(self._hoisted)} in another"
+            )
         if len(self.entries) != len(self.script.entries) or self.stretch != len(self.script.breaks):
             raise CutError(
                 f"the forward made {len(self.entries)} torch calls and {self.stretch} breaks in one run, but "
@@ -251,6 +274,21 @@ class _Follower(Trace):
                     f"the callable returned {_short(leaf)} in one run and {_short(expected)} in another; a graph "
                     "would freeze it"
                 )
+
+    def _run_hoisted(self) -> None:
+        for (part, call), record in zip(self._hoisted, self.script.hoisted, strict=True):
+            self._run_or_stand_in(part, call, record)
+            self._done.append({name: self._scope[name] for name in call.makes})
+            if call is part.calls[-1]:
+                self._leave()
+
+    def _run_or_stand_in(self, part: PartPlan, call: Call, record: BreakRecord) -> None:
+        if call is part.calls[0]:
+            self._enter(part)
+        if self._stands:
+            self._stand_in(record)
+        else:
+            self._run_break(call)
 
     def _begin_stretch(self) -> None:
         entry = self._stretches.get(self.stretch)
@@ -345,20 +383,29 @@ class _Follower(Trace):
     def at_break(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         number = self.stretch
         self.refuse_nesting(target, self._mode)
-        self._require_same_break(target, number, args, kwargs)
+        if self._asked < len(self._hoisted):
+            with self._own_work():
+                record, made = self.script.hoisted[self._asked], self._done[self._asked]
+                self._require_same_break(target, record, args, kwargs)
+                self._asked += 1
+                return self._handed_on(record, made, args, kwargs)
+        expected = self.script.breaks[number] if number < len(self.script.breaks) else None
+        record = self._require_same_break(target, expected, args, kwargs)
         self._end_stretch()
         part, call = self._breaks[number]
-        if call is part.calls[0]:
-            self._enter(part)
-        if self._stands:
-            self._stand_in(number)
-        else:
-            self._run_break(call)
+        self._run_or_stand_in(part, call, record)
         made = {name: self._scope[name] for name in call.makes}
         if call is part.calls[-1]:
             self._leave()
         self.stretch += 1
-        record = self.script.breaks[number]
+        tree = self._handed_on(record, made, args, kwargs)
+        self._begin_stretch()
+        return tree
+
+    def _handed_on(
+        self, record: BreakRecord, made: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What the caller of a break gets for what it made."""
         given = self._given(args, kwargs)
         for name, tensor in made.items():
             self.new_value(tensor, name, OUTSIDE, record.place)
@@ -366,13 +413,10 @@ class _Follower(Trace):
             (made[x.name] if x.name in made else given[x.name]) if isinstance(x, Ref) else current(x)
             for x in record.result_leaves
         ]
-        tree = unflatten(record.results, leaves)
-        self._begin_stretch()
-        return tree
+        return unflatten(record.results, leaves)
 
-    def _stand_in(self, number: int) -> None:
+    def _stand_in(self, record: BreakRecord) -> None:
         """What only the next break reads has no copy from warm-up; nobody looks at its values while recording."""
-        record = self.script.breaks[number]
         tensors = [leaf for leaf in record.result_leaves if isinstance(leaf, Ref | StateRef)]
         for leaf, (dtype, shape, requires_grad) in zip(tensors, record.result_specs, strict=True):
             if isinstance(leaf, Ref) and leaf.name in record.new and leaf.name not in self._scope:
@@ -393,8 +437,9 @@ class _Follower(Trace):
                 found[value.name] = leaf
         return found
 
-    def _require_same_break(self, target: Target, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        record = self.script.breaks[number] if number < len(self.script.breaks) else None
+    def _require_same_break(
+        self, target: Target, record: BreakRecord | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> BreakRecord:
         if record is None or record.target.what is not target.what:
             there = "the end" if record is None else f"the break {record.target.title}"
             raise CutError(f"the forward calls the break {target.title} in one run where another run came to {there}")
@@ -402,9 +447,12 @@ class _Follower(Trace):
         if structure != record.arguments:
             raise CutError(f"the break {target.title} is called with other arguments in one run than in another")
         for at, (leaf, expected) in enumerate(zip(leaves, record.argument_leaves, strict=True)):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and isinstance(expected, StandIn):
+                is_same = StandIn.of(leaf) == expected
+            elif isinstance(leaf, torch.Tensor):
                 value = self.value_of(leaf) or self.unknown(leaf, f"break:{at}")
-                is_same = value is not None and value.name == expected.name if isinstance(expected, Ref) else (
+                is_named = isinstance(expected, Ref | Recomputed)
+                is_same = value is not None and value.name == expected.name if is_named else (
                     isinstance(expected, StateRef) and expected.get() is leaf
                 )
             else:
@@ -415,6 +463,7 @@ class _Follower(Trace):
                     f"{_short(expected)} in another, "
                     f"which a graph would freeze\n  at {line_text(user_place())}"
                 )
+        return record
 
 
 def different(entry: Entry, expected: Entry | None) -> CutError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from graphcap._tensors import flatten, same_constant, tensors_of, unflatten
 from graphcap._trace_analysis import Analysis
 from graphcap._trace_auto import discover
 from graphcap._trace_follow import different, program_of
+from graphcap._trace_hoist import Recomputed, StandIn
 from graphcap._trace_owners import NeedsClone, constants_of
 from graphcap._trace_records import Ref, Script
 from graphcap.backends.refusal_modes import line_text
@@ -65,16 +67,19 @@ def _cut_unit(
     layers = unit.calls
     _run_once(unit, grad)  # lazy state settles, and what fails in eager fails here, in the user's own words
 
-    def analysis(cloned: frozenset[tuple[str, int]]) -> Analysis:
-        return Analysis(modules, breaks, grad, device, cloned, constants)
+    def analysis(cloned: frozenset[tuple[str, int]], hoists: bool) -> Analysis:
+        return Analysis(modules, breaks, grad, device, cloned, constants, hoists)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return run_plain(layers, args, kwargs)
 
     if breaks.auto:
         discover(modules, breaks, grad, device, constants, run, lambda: sample_copies(unit.samples[0]))
-    script, cloned = _analyse(analysis, run, unit, called)
-    probe = _probe(analysis(cloned), run, unit)
+    script, cloned = _analyse(partial(analysis, hoists=True), run, unit, called)
+    probe = _probe(analysis(cloned, True), run, unit)
+    if probe is not None and not _hoist_alike(script, probe):
+        script, cloned = _analyse(partial(analysis, hoists=False), run, unit, called)
+        probe = _probe(analysis(cloned, False), run, unit)
     if probe is not None:
         _refuse_difference(script, probe)
     program = program_of(layers, script, breaks, grad, device.type)
@@ -159,9 +164,21 @@ def _other(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return tensor
 
 
+def _hoist_alike(first: Script, second: Script) -> bool:
+    """Whether the same breaks are hoisted with the same arguments: what depends on the data must stay where it is."""
+    if len(first.hoisted) != len(second.hoisted):
+        return False
+    return all(
+        len(a.argument_leaves) == len(b.argument_leaves)
+        and all(type(x) is type(y) for x, y in zip(a.argument_leaves, b.argument_leaves, strict=True))
+        for a, b in zip(first.hoisted, second.hoisted, strict=True)
+    )
+
+
 def _refuse_difference(first: Script, second: Script) -> None:
     """What two runs on different numbers must have in common."""
-    for a, b in zip(first.breaks, second.breaks, strict=False):
+    both = zip((*first.hoisted, *first.breaks), (*second.hoisted, *second.breaks), strict=False)
+    for a, b in both:
         if [x[:2] for x in a.result_specs] != [x[:2] for x in b.result_specs] or a.results != b.results:
             raise CutError(
                 f"the break {a.target.title} returned {_specs(a.result_specs)} for one input and "
@@ -197,7 +214,7 @@ def _refuse_difference(first: Script, second: Script) -> None:
 
 
 def _same_leaves(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(x == y if isinstance(x, Ref) else same_constant(x, y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(x == y if isinstance(x, Ref | Recomputed | StandIn) else same_constant(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _specs(specs: Sequence[Any]) -> str:

@@ -90,7 +90,8 @@ class Ref:
 @dataclass(frozen=True, slots=True)
 class BreakRecord:
     """A call of a break as it was seen. Leaves are Refs, StateRefs or constants; `new`: the values that it made.
-    grad: whether it ran in grad mode; autocast: (enabled, dtype)."""
+    grad: whether it ran in grad mode; autocast: (enabled, dtype). Arguments of a hoisted break may also be computed again,
+    or stood for (_trace_hoist.py); reads: the values that it takes."""
 
     target: Target
     arguments: Structure
@@ -102,20 +103,18 @@ class BreakRecord:
     grad: bool
     autocast: tuple[bool, torch.dtype]
     place: Place
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(leaf.name for leaf in self.argument_leaves if isinstance(leaf, Ref)))
+    reads: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
     """What the analysis found, and every later run must repeat. reads: per stretch the names of the values that cross
     into it, in order of use; cloned: (name, stretch) where a value is cloned at its first use since it is changed in
-    place there; unseen: values that no call was seen to make."""
+    place there; hoisted: breaks that run before everything; unseen: values that no call was seen to make."""
 
     entries: tuple[Entry, ...]
     results: tuple[tuple[Any, ...], ...]
+    hoisted: tuple[BreakRecord, ...]
     breaks: tuple[BreakRecord, ...]
     reads: tuple[tuple[str, ...], ...]
     filled: frozenset[int]
@@ -129,7 +128,7 @@ class Script:
     def wanted(self) -> frozenset[str]:
         """The values that somebody needs in another stretch."""
         names = {name for reads in self.reads for name in reads}
-        names.update(name for record in self.breaks for name in record.reads)
+        names.update(name for record in (*self.hoisted, *self.breaks) for name in record.reads)
         return frozenset(names.union(leaf.name for leaf in self.output_leaves if isinstance(leaf, Ref)))
 
 

@@ -141,7 +141,8 @@ def gather(values: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One step of a program: `run(*values)` reads `reads` and makes `makes` (names unique in the program)."""
+    """One step of a program: `run(*values)` reads `reads` and makes `makes` (names unique in the program).
+    hoisted: an eager call that was moved in front of everything, where it costs no graph."""
 
     kind: PartKind
     name: str
@@ -150,6 +151,7 @@ class Call:
     makes: tuple[str, ...]
     layer: int
     reason: str | None = None
+    hoisted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
