@@ -229,7 +229,7 @@ class Recorder:
                 running, scope = open_part(part.part, env, lambda tensor: prepared[id(tensor)])
                 yield Opened(scope)
                 close_part(running, scope, env)
-        _guards.refuse_host_effects(before, _guards.plain_attributes(modules), part.part.name)
+        _guards.refuse_host_effects(before, _guards.plain_attributes(modules), part.part.name, self._allowed(work))
         self.operations += graph.operations
         self._agree(part, running)
         outputs = [t.detach() for t in running.made]
@@ -259,6 +259,9 @@ class Recorder:
         with torch.no_grad():
             compact(static).copy_(compact(tensor.detach()))
         return static, False
+
+    def _allowed(self, work: _Work) -> set[tuple[int, str]]:
+        return {attribute.place for attribute in work.unit.program.attributes}
 
     def _agree(self, part: PartFacts, running: Running) -> None:
         specs = tuple(TensorSpec.of(t) for t in running.made)

@@ -94,7 +94,11 @@ class Runner:
             _guards.eager_only(modules, graphed, set().union(*(f.eager_modules for f in facts))),
             set().union(*(f.used_parameters for f in facts)),
             set().union(*(f.read_addresses for f in facts)),
-            lazy.union(read_by_eager_alone(unit.program.calls), *(f.changed_by_eager for f in facts)),
+            lazy.union(
+                {attribute.place for attribute in unit.program.attributes},
+                read_by_eager_alone(unit.program.calls),
+                *(f.changed_by_eager for f in facts),
+            ),
         )
 
     # ------------------------------------------------------------------------------------------------------- a call
@@ -124,6 +128,8 @@ class Runner:
                 "Capture in the thread that runs"
             )
         if bound.slot.flight is not None:
+            if bound.slot.in_flight():
+                bound.placed.let_go()
             bound.slot.require_free(bound.title, microbatch)
             if bound.slot.was_dropped():  # a forward whose backward never ran: its step has ended all the same
                 self._check_due[number] = True

@@ -14,14 +14,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphcap import _guards
+from graphcap import _attributes, _guards
 from graphcap import _torch_private as private
+from graphcap._attributes import ABSENT
 from graphcap._breaks import Breaks, Target, intercepted
 from graphcap._tensors import check_leaf, compact, empty_static, flatten, tensor_problem, tensors_of, unflatten
 from graphcap._trace import Mode
 from graphcap._trace_hoist import Recipes, Recomputed, StandIn
 from graphcap._trace_owners import Owners, has_storage
-from graphcap._trace_records import OUTSIDE, BreakRecord, Place, Ref, Script, Value, spec, strided_clone, taken_apart
+from graphcap._trace_records import (
+    OUTSIDE,
+    BreakRecord,
+    Place,
+    Ref,
+    Script,
+    SetRecord,
+    StateRef,
+    Value,
+    spec,
+    strided_clone,
+    taken_apart,
+)
 from graphcap.backends.refusal_modes import line_text, user_place
 from graphcap.backends.tape_refusals import tensors_in
 from graphcap.errors import CutError, SampleError
@@ -44,6 +57,10 @@ class Analysis(Owners):
         self.cloned, self.hoists = cloned, hoists
         self.recipes = Recipes()
         self._hoisted: list[BreakRecord] = []
+        self._open: dict[tuple[int, str], SetRecord] = {}  # attributes that this stretch has set
+        self._sets: list[tuple[SetRecord, ...]] = []
+        self._kept: tuple[SetRecord, ...] = ()
+        self._set_by_breaks: dict[tuple[int, str], str] = {}
         self.called_targets: set[int] = set()
         self._reads: dict[int, dict[str, None]] = {}
         self._records: list[BreakRecord] = []
@@ -60,15 +77,20 @@ class Analysis(Owners):
         for number, tensor in enumerate(distinct(args, kwargs)):
             self.own(tensor, OUTSIDE)
             self.inputs.append(self.new_value(tensor, f"input {number}", OUTSIDE, None).name)
-        with torch.set_grad_enabled(self.grad), intercepted(self, self.breaks), _guards.kept_autocast():
-            with self._watching():
-                result = function(*args, **kwargs)
-                for number, tensor in enumerate(tensors_of(flatten(result)[0])):
-                    if self.value_of(tensor) is None:
-                        self.unknown(tensor, f"out:{number}")
-        leaves, structure = flatten(result)
-        self._output = (structure, tuple(self._output_leaf(number, leaf) for number, leaf in enumerate(leaves)))
-        return self._script()
+        try:
+            with torch.set_grad_enabled(self.grad), intercepted(self, self.breaks), _guards.kept_autocast():
+                with self._watching():
+                    result = function(*args, **kwargs)
+                    for number, tensor in enumerate(tensors_of(flatten(result)[0])):
+                        if self.value_of(tensor) is None:
+                            self.unknown(tensor, f"out:{number}")
+            leaves, structure = flatten(result)
+            self._output = (structure, tuple(self._output_leaf(number, leaf) for number, leaf in enumerate(leaves)))
+            self._close_sets()
+            self._kept = self._all_sets()
+            return self._script()
+        finally:
+            self.put_attributes_back()
 
     @contextmanager
     def _watching(self) -> Any:
@@ -98,8 +120,56 @@ class Analysis(Owners):
             "keep it in a buffer"
         )
 
+    # ------------------------------------------------------------------------------------------------------ attributes
+
+    def set_leaf(self, tensor: torch.Tensor, title: str) -> Any:
+        return self._leaf(tensor, f"the attribute {title}")
+
+    def _note_sets(self) -> None:
+        self._open.update((record.place, record) for record in self.take_changes())
+
+    def _close_sets(self) -> None:
+        """The end of a stretch."""
+        self._note_sets()
+        self._sets.append(tuple(self._open.values()))
+        self._open.clear()
+
+    def _note_break_sets(self, title: str) -> None:
+        now = _attributes.snapshot(self.modules)
+        self._set_by_breaks.update((place, title) for place in _attributes.changes(self.tensors_held, now))
+        self.tensors_held = now
+
+    def _all_sets(self) -> tuple[SetRecord, ...]:
+        """The attributes that stretches have set, as they are in the end."""
+        last = {record.place: record for records in self._sets for record in records}
+        for place, record in last.items():
+            if place in self._set_by_breaks:
+                raise CutError(
+                    f"{record.title} is set in a graphed stretch and in the break {self._set_by_breaks[place]}: set it in one "
+                    "of them"
+                )
+            now = record.owner.__dict__.get(record.key, ABSENT)
+            leaf = self.set_leaf(now, record.title) if isinstance(now, torch.Tensor) else now
+            last[place] = SetRecord(record.owner, record.key, leaf)
+        return tuple(last.values())
+
+    def _refuse_stale(self) -> None:
+        """A set attribute that is handed on as it was before: a replay would find the new one in its place."""
+        assert self._output is not None
+        places = {record.place: record for record in self._kept}
+        leaves = [leaf for record in (*self._hoisted, *self._records) for leaf in record.argument_leaves]
+        leaves += [leaf for record in (*self._hoisted, *self._records) for leaf in record.result_leaves]
+        leaves += [record.leaf for records in (*self._sets, self._kept) for record in records]
+        for leaf in (*leaves, *self._output[1]):
+            if isinstance(leaf, StateRef) and leaf.table == "__dict__" and (id(leaf.owner), leaf.key) in places:
+                raise CutError(
+                    f"{places[id(leaf.owner), leaf.key].title} is used as the call before left it, and set anew: a graph can't "
+                    "tell the two apart\n  Way out: keep it in a buffer that is changed in place, or pass it as an argument"
+                )
+
     def _script(self) -> Script:
         assert self._output is not None
+        self._refuse_stale()
         return Script(
             tuple(self.entries),
             tuple(self.results),
@@ -110,6 +180,8 @@ class Analysis(Owners):
             self.cloned,
             frozenset(self._unseen),
             tuple(self.inputs),
+            tuple(self._sets),
+            self._kept,
             *self._output,
         )
 
@@ -255,6 +327,7 @@ class Analysis(Owners):
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and self.value_of(leaf) is None:
                 self.unknown(leaf, f"break:{at}")
+        self._note_sets()
         what = f"an argument of the break {target.title}"
         recorded = tuple(
             self._leaf(leaf, what) if isinstance(leaf, torch.Tensor) else _checked(leaf, what) for leaf in leaves
@@ -269,6 +342,7 @@ class Analysis(Owners):
         with _guards.kept_autocast():  # a cast that one part made is not for another
             result = run(*new_args, **new_kwargs)
         self.inside, self.quiet = None, True
+        self._note_break_sets(target.title)
         if before != [tensor._version for tensor in given if isinstance(tensor, torch.Tensor)]:
             raise CutError(
                 f"the break {target.title} changes its argument in place, which lies in memory that graphs read "
@@ -277,6 +351,7 @@ class Analysis(Owners):
             )
         hoisted = self._hoistable(target, (leaves, given), result, raw)
         if hoisted is None:
+            self._close_sets()
             self.stretch += 1
             record, tree = self._results_of(target, number, result, raw, place, (structure, recorded), state)
             self._records.append(record)
@@ -295,7 +370,8 @@ class Analysis(Owners):
         """The arguments of a function break that can run in front of everything: it reads only what is there then, and
         what it does would not be seen to have moved. None of any other break."""
         # A break before it may leave something behind that it reads; a random number would be drawn in another order.
-        if not self.hoists or isinstance(target.what, nn.Module) or self._records or self.drew or self.wrote_outside:
+        # So would an attribute that the stretch has set.
+        if self._open or not self.hoists or isinstance(target.what, nn.Module) or self._records or self.drew or self.wrote_outside:
             return None
         results = tensors_of(taken_apart(result)[0])
         if any(tensor.requires_grad or id(tensor) in raw for tensor in results):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphcap import _guards
+from graphcap import _attributes, _guards
 from graphcap._breaks import Breaks, Target, intercepted
 from graphcap._plan import PartPlan
 from graphcap._tensors import flatten, same_constant, unflatten
@@ -164,7 +164,9 @@ def program_of(layers: tuple[Callable[..., Any], ...], script: Script, breaks: B
         if number < len(script.breaks):
             record = script.breaks[number]
             run = BreakCall(number, record, grad, ambient, device)
-            calls.append(Call(EAGER, record.target.title, run, record.reads, record.new, 0, record.target.reason))
+            sets = tuple(record.attribute() for record in script.sets[number])
+            reason = record.target.reason
+            calls.append(Call(EAGER, record.target.title, run, record.reads, record.new, 0, reason, sets=sets))
     names = tuple(dict.fromkeys(leaf.name for leaf in script.output_leaves if isinstance(leaf, Ref)))
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +180,9 @@ def program_of(layers: tuple[Callable[..., Any], ...], script: Script, breaks: B
             script.output, [named[x.name] if isinstance(x, Ref) else current(x) for x in script.output_leaves]
         )
 
-    return Program(bind, tuple(calls), names, (), assemble, TracedProgram(layers, script, breaks, grad, device))
+    trace = TracedProgram(layers, script, breaks, grad, device)
+    kept = tuple(record.attribute() for record in script.kept)
+    return Program(bind, tuple(calls), names, (), assemble, trace, kept)
 
 
 def _made_in(name: str, stretch: int) -> bool:
@@ -233,6 +237,12 @@ class _Follower(Trace):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, tensor in zip(self.script.inputs, distinct(args, kwargs), strict=True):
             self.new_value(tensor, name, OUTSIDE, None)
+        try:
+            self._follow(args, kwargs)
+        finally:
+            self.put_attributes_back()
+
+    def _follow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             with intercepted(self, self.breaks):
                 self._run_hoisted()
@@ -291,6 +301,7 @@ class _Follower(Trace):
             self._run_break(call)
 
     def _begin_stretch(self) -> None:
+        self.tensors_held = _attributes.snapshot(self.modules)
         entry = self._stretches.get(self.stretch)
         if entry is not None:
             self._enter(entry[0])
@@ -300,6 +311,7 @@ class _Follower(Trace):
     def _end_stretch(self) -> None:
         self.active = self._mode_on = False
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._require_same_sets()
         entry = self._stretches.get(self.stretch)
         if entry is None:
             return
@@ -314,6 +326,20 @@ class _Follower(Trace):
         self._scope.update((name, self._made[name]) for name in entry[1].makes)
         self._made.clear()
         self._leave()
+
+    def set_leaf(self, tensor: torch.Tensor, title: str) -> Any:
+        value = self.value_of(tensor)
+        return self.state_ref(tensor) if value is None else Ref(value.name)
+
+    def _require_same_sets(self) -> None:
+        found = {record.place: record for record in self.take_changes()}
+        expected = {record.place: record for record in self.script.sets[self.stretch]}
+        if found != expected:
+            titles = {record.title for record in (*found.values(), *expected.values())}
+            raise CutError(
+                f"the forward sets {', '.join(sorted(titles))} to something else in one run than in another: a replay would set "
+                "it always as at capture"
+            )
 
     def _enter(self, part: PartPlan) -> None:
         context = self._opened(part)

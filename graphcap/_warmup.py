@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from graphcap import _guards
+from graphcap import _attributes, _guards
 from graphcap._crossings import Crossings
 from graphcap._parts import (
     OutIndex,
@@ -30,7 +30,7 @@ from graphcap._parts import (
     run_calls,
     sample_copies,
 )
-from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys
+from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys, with_attributes
 from graphcap._tensors import Structure, TensorSpec, flatten, same_constant, static_copy, tensors_of
 from graphcap.backends.base import Backend
 from graphcap.errors import CutError, GraphcapError, SampleError, WarmupError
@@ -121,17 +121,28 @@ class WarmupFacts:
 def run(plan: CapturePlan, backend: Backend, parameters: _guards.Parameters) -> WarmupFacts:
     """Warm up every unit with every signature it will be captured with; the caller keeps and restores state."""
     units = []
-    for unit in plan.units:
-        keys = signature_keys([sample.spec for sample in unit.samples])
-        known: dict[int, UnitFacts] = {}
-        for key, sample in zip(keys, unit.samples, strict=True):
-            if key not in known:
-                known[key] = _unit_facts(plan, unit, sample, parameters)
-        units.append(tuple(known[key] for key in keys))
+    for number in range(len(plan.units)):
+        while True:
+            try:
+                units.append(_set_facts(plan, plan.units[number], parameters))
+                break
+            except SetsAttributes as need:
+                unit = with_attributes(plan.units[number], need.part, need.found)
+                plan = replace(plan, units=(*plan.units[:number], unit, *plan.units[number + 1 :]))
     facts = WarmupFacts(plan, parameters, tuple(units))
     _refuse_ambiguous_sums(facts)
     _refuse_shared_casts(facts)
     return facts
+
+
+def _set_facts(plan: CapturePlan, unit: UnitPlan, parameters: _guards.Parameters) -> tuple[UnitFacts, ...]:
+    """The facts of every graph set of a unit."""
+    keys = signature_keys([sample.spec for sample in unit.samples])
+    known: dict[int, UnitFacts] = {}
+    for key, sample in zip(keys, unit.samples, strict=True):
+        if key not in known:
+            known[key] = _unit_facts(plan, unit, sample, parameters)
+    return tuple(known[key] for key in keys)
 
 
 def _unit_facts(
@@ -142,8 +153,9 @@ def _unit_facts(
     reentrant = False
     previous: list[PartFacts] | None = None
     changed: set[tuple[int, str]] = set()
-    for iteration in range(plan.config.warmup):
-        last = iteration == plan.config.warmup - 1
+    count, iteration = plan.config.warmup, 0
+    while iteration < count:
+        last = iteration == count - 1
         try:
             seen = _Pass(unit, sample, parameters, grad, modules, reentrant)
             seen.forward(watch=iteration > 0)
@@ -160,10 +172,15 @@ def _unit_facts(
         if previous is not None:
             _refuse_change(previous, facts)
         previous = facts
+        iteration += 1
+        if count == 1 and seen.sets_tensors:  # lazily, or at every call? Only a second run tells
+            count = 2
     assert previous is not None
+    _refuse_shared_attributes(unit, changed)
     graphed, eager, used = seen.graphed_modules, seen.eager_modules, frozenset(seen.used_parameters)
     read: set[int] = set()
-    if unit.program.trace is None and any(part.kind is not GRAPHED for part in unit.parts):
+    has_eager = any(part.kind is not GRAPHED for part in unit.parts)
+    if unit.program.trace is None and (has_eager or unit.program.attributes):
         reads = _observed(unit, sample, parameters, grad, modules)
         read = reads[GRAPHED]
         eager = eager | _holders(modules, reads[EAGER] - read)
@@ -185,7 +202,7 @@ def _observed(
 ) -> dict[PartKind, set[int]]:
     """One more forward, for detector D2; which addresses each kind of part reads."""
     run = _Pass(unit, sample, parameters, grad, modules, reentrant=False)
-    run.crossings = Crossings(modules, tensors_of(flatten((run.args, run.kwargs))[0]))
+    run.crossings = Crossings(modules, tensors_of(flatten((run.args, run.kwargs))[0]), unit.program.attributes)
     try:
         with run.crossings:
             run.forward(watch=False)
@@ -207,6 +224,15 @@ def _holders(modules: Sequence[torch.nn.Module], addresses: set[int]) -> set[int
         if not isinstance(module, PartialLayer) and any(t.data_ptr() in addresses for t in held):
             found.add(id(module))
     return found
+
+
+class SetsAttributes(BaseException):
+    """A graphed part sets tensor attributes that its plan does not name: plan again with them. No Exception, so that the
+    user's `except Exception` lets it through."""
+
+    def __init__(self, part: PartPlan, found: tuple[tuple[torch.nn.Module, str], ...]) -> None:
+        super().__init__(part.name)
+        self.part, self.found = part, found
 
 
 class _Pass:
@@ -232,6 +258,7 @@ class _Pass:
         self.used_parameters: set[int] = set()
         self.changed_by_eager: set[tuple[int, str]] = set()
         self.crossings: Crossings | None = None
+        self.sets_tensors = False
         self._alive: list[Any] = []
 
     def forward(self, *, watch: bool) -> None:
@@ -252,6 +279,7 @@ class _Pass:
         """One part; its calls run inside."""
         eager = part.kind is not GRAPHED
         before = _guards.plain_attributes(self.modules) if watch or eager else None
+        held = {} if eager or self.unit.program.trace is not None else _attributes.snapshot(self.modules)
         running, scope = open_part(part, self.env, self._proxy)
         with in_place_words(part), self._looked_at(part, running), ExitStack() as stack:
             visited = stack.enter_context(_guards.visited_modules()) if eager else set()
@@ -260,8 +288,10 @@ class _Pass:
         self.eager_modules |= visited
         if before is not None and eager:
             self.changed_by_eager |= _guards.changed_attributes(before, _guards.plain_attributes(self.modules))
-        elif before is not None:
-            _guards.refuse_host_effects(before, _guards.plain_attributes(self.modules), part.name)
+        elif before is None:
+            self.sets_tensors = self.sets_tensors or bool(_attributes.changes(held, _attributes.snapshot(self.modules)))
+        else:
+            self._refuse_host_effects(part, before, held)
         if self.crossings is not None:
             self.crossings.made(part.name, part.kind, running.proxies, running.made)
         for place, tensor in enumerate(running.made):
@@ -269,6 +299,18 @@ class _Pass:
                 self.sources[id(tensor)] = (part.index, place)
         self._alive.append(running)  # ids are only names while their objects live
         self.running.append(running)
+
+    def _refuse_host_effects(
+        self, part: PartPlan, before: _guards.Attributes, held: _attributes.Snapshot
+    ) -> None:
+        known = {attribute.place for attribute in self.unit.program.attributes}
+        if self.unit.program.trace is None:
+            found = _attributes.changes(held, _attributes.snapshot(self.modules))
+            here = {a.place for a in self.unit.program.attributes if a.by == part.calls[-1].name}
+            fresh = {place: module for place, (module, _) in found.items() if place not in here}
+            if fresh:
+                raise SetsAttributes(part, tuple((module, key) for (_, key), module in fresh.items()))
+        _guards.refuse_host_effects(before, _guards.plain_attributes(self.modules), part.name, known)
 
     @contextmanager
     def _looked_at(self, part: PartPlan, running: Running) -> Iterator[None]:
@@ -294,9 +336,10 @@ class _Pass:
         """Sets of (part, place) from which a backward may start, the usual one first: the loss if there is one, else every
         output. Of up to three outputs, any subset; of more, each alone."""
         value = self.unit.program.result(self.env)
+        held = [self.env[a.value] for a in self.unit.program.attributes if a.value is not None]
         every = {
             self.sources[id(t)]
-            for t in tensors_of(flatten(value)[0])
+            for t in tensors_of(flatten((value, held))[0])
             if t.requires_grad and id(t) in self.sources
         }
         loss = loss_of(value)
@@ -468,6 +511,15 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def _refuse_shared_attributes(unit: UnitPlan, changed: set[tuple[int, str]]) -> None:
+    for attribute in unit.program.attributes:
+        if attribute.place in changed:
+            raise CutError(
+                f"{attribute.title} is set in a graphed part and in an EAGER part of {unit.title}: set it in one of them, or "
+                "return it as an output"
+            )
 
 
 def _refuse_change(before: Sequence[PartFacts], after: Sequence[PartFacts]) -> None:

@@ -224,7 +224,7 @@ class _HostList(Base):
         return self.b(self.brk(self.a(x)))
 
 
-@refused("an attribute tensor set in a stretch", "every call|kept")
+@equal("an attribute tensor set in a stretch and used behind the break", breaks=1)
 class _AttributeSet(Base):
     def forward(self, x: Tensor) -> Tensor:
         self.aux = self.a(x)
