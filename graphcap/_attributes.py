@@ -7,7 +7,7 @@ differentiated. What is set before an eager part is there when that part runs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,9 +80,11 @@ def changes(before: Snapshot, after: Snapshot) -> dict[Key, tuple[nn.Module, Any
     return found
 
 
-def put_back(before: Snapshot, modules: Iterable[nn.Module]) -> None:
-    """What `changes` would find is undone."""
-    for (_, key), (module, _) in changes(before, snapshot(modules)).items():
+def put_back(before: Snapshot, modules: Iterable[nn.Module], places: Container[Key]) -> None:
+    """What `changes` would find at these places is undone."""
+    for (number, key), (module, _) in changes(before, snapshot(modules)).items():
+        if (number, key) not in places:
+            continue
         old = before.get((id(module), key))
         if old is None:
             module.__dict__.pop(key, None)

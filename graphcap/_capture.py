@@ -261,7 +261,10 @@ class Recorder:
         return static, False
 
     def _allowed(self, work: _Work) -> set[tuple[int, str]]:
-        return {attribute.place for attribute in work.unit.program.attributes}
+        known = {attribute.place for attribute in work.unit.program.attributes}
+        if self.plan.config.on_replay is not None:
+            known |= _guards.declarable(_guards.modules_of(work.unit.layers))
+        return known
 
     def _agree(self, part: PartFacts, running: Running) -> None:
         specs = tuple(TensorSpec.of(t) for t in running.made)

@@ -31,6 +31,7 @@ class Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.modules = modules
+        self.log: list[str] = []  # the operators of graphed parts, with their constants
         self.reads: dict[PartKind, set[int]] = {kind: set() for kind in PartKind}
         # Storages by key; the references keep the keys from being used again, though not the memory alive.
         self._fresh: dict[int, private.StorageKey] = {}  # arguments, and what graphed parts made
@@ -93,6 +94,8 @@ class Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, kind = self._part
         read = [tensor for tensor in _tensors((args, kwargs)) if _has_storage(tensor)]
         self.reads[kind].update(tensor.data_ptr() for tensor in read if tensor.numel())
+        if kind is GRAPHED:
+            self.log.append(f"{func}({', '.join(_constants((args, kwargs)))})")
         operator = func._schema.name.partition("::")[2]
         if kind is GRAPHED and not (operator.endswith("_like") or operator.startswith("new_")):  # those read a shape
             for tensor in read:
@@ -148,6 +151,19 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item)
+
+
+def _constants(value: Any) -> Iterator[str]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _constants(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from (f"{key}={text}" for text in _constants(item))
+    elif isinstance(value, torch.Tensor):
+        yield "a tensor"
+    else:
+        yield repr(value)
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ from graphcap._steps import Steps, run_plain
 from graphcap._tensors import flatten, tensors_of
 from graphcap.backends.base import Backend
 from graphcap.errors import ClosedError, InputMismatch, PlanError, ReplayError, StateError
-from graphcap.order import Step
+from graphcap.order import Phase, Step
 
 _disabled: ContextVar[bool] = ContextVar("graphcap_disabled", default=False)
 
@@ -156,6 +156,8 @@ class Runner:
             flight = slot.take((bound.title, microbatch), lambda: self._finished(number))
         try:
             value = bound.run(args, kwargs, flight, self.anchor)
+            if self.plan.config.on_replay is not None:
+                self.plan.config.on_replay(Step(Phase.F, self.plan.units[number].chunk, microbatch))
         except BaseException:
             slot.release()
             self._check_due[number] = True

@@ -398,13 +398,29 @@ def changed_attributes(before: Attributes, after: Attributes) -> set[tuple[int, 
     return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
 
 
+def declarable(modules: Iterable[nn.Module]) -> set[tuple[int, str]]:
+    """The attributes (id of the module, name) that hold plain values now, which the user's `on_replay` can change."""
+    return {
+        (id(module), name)
+        for module in (m for top in modules for m in top.modules())
+        for name, value in module.__dict__.items()
+        if name not in MODULE_TABLES and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return all(map(_is_plain, value.values())) if isinstance(value, dict) else isinstance(value, _SIMPLE)
+
+
 def refuse_host_effects(before: Attributes, after: Attributes, part: str, allowed: Container[tuple[int, str]]) -> None:
     """allowed: (id of the module, name) of what a replay sets again."""
     for key, (label, value) in after.items():
         if label and key not in allowed and (key not in before or before[key][1] != value):
             raise CutError(
                 f"part {part}: its Python changes {label} at every call. Python does not run at replay, so the graph would "
-                "repeat what it did at capture. Move this work into an EAGER part, keep the value in a buffer that is "
+                "repeat what it did at capture. Move this work into an EAGER part, do it in CaptureConfig(on_replay=), keep the value in a buffer that is "
                 "changed in place (a random choice: draw it with torch on the device), or return it as an output"
             )
 

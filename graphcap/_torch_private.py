@@ -68,7 +68,7 @@ class _Memoryless(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         stack: list[Any] = [*args, *(kwargs or {}).values()]
@@ -91,7 +91,7 @@ def memoryless(
 ) -> torch.Tensor:
     """A tensor that answers for its shape, strides, dtype and device; any operator on it raises `used(name)`."""
     make = torch.Tensor._make_wrapper_subclass
-    made: torch.Tensor = make(  # type: ignore[attr-defined]
+    made: torch.Tensor = make(
         _Memoryless, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
     )
     made.used = used  # type: ignore[attr-defined]

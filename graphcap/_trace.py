@@ -44,6 +44,7 @@ class Trace(ABC):
         self.depth: list[type] = []  # autograd Functions that are running
         self.tensors_held = _attributes.snapshot(modules)  # at the beginning of the stretch
         self._before = dict(self.tensors_held)
+        self._set_places: set[tuple[int, str]] = set()  # what stretches set; what breaks set is theirs
         self.active = False
         self._applies = False  # the arguments of a Function are being replaced
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Value]] = {}
@@ -124,7 +125,8 @@ class Trace(ABC):
         now = _attributes.snapshot(self.modules)
         found = _attributes.changes(self.tensors_held, now)
         self.tensors_held = now
-        records = []
+        self._set_places.update(found)
+        records: list[SetRecord] = []
         for (_, key), (module, value) in found.items():
             leaf = value
             if isinstance(value, torch.Tensor):
@@ -136,7 +138,7 @@ class Trace(ABC):
 
     def put_attributes_back(self) -> None:
         """The run is over: attributes are as they were, and their tensors can go."""
-        _attributes.put_back(self._before, self.modules)
+        _attributes.put_back(self._before, self.modules, self._set_places)
         self.tensors_held, self._before = {}, {}
 
     # ----------------------------------------------------------------------------------------------------------- calls

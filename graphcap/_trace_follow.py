@@ -62,6 +62,10 @@ class BreakCall:
             )
         return self._made(result, named)
 
+    @property
+    def target(self) -> Target:
+        return self.record.target
+
     def _argument(self, leaf: Any, named: dict[str, torch.Tensor]) -> Any:
         if isinstance(leaf, Ref):
             return named[leaf.name]

@@ -31,6 +31,7 @@ from graphcap._parts import (
     sample_copies,
 )
 from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys, with_attributes
+from graphcap._step_guard import names_used
 from graphcap._tensors import Structure, TensorSpec, flatten, same_constant, static_copy, tensors_of
 from graphcap.backends.base import Backend
 from graphcap.errors import CutError, GraphcapError, SampleError, WarmupError
@@ -153,14 +154,16 @@ def _unit_facts(
     reentrant = False
     previous: list[PartFacts] | None = None
     changed: set[tuple[int, str]] = set()
+    declared: set[tuple[int, str]] = set()
     count, iteration = plan.config.warmup, 0
     while iteration < count:
         last = iteration == count - 1
         try:
-            seen = _Pass(unit, sample, parameters, grad, modules, reentrant)
+            seen = _Pass(unit, sample, parameters, grad, modules, reentrant, plan.config.on_replay is not None)
             seen.forward(watch=iteration > 0)
             facts, reentrant = seen.backward(keep_values=last)
             changed |= seen.changed_by_eager
+            declared |= seen.declared
         except GraphcapError:
             raise
         except Exception as error:
@@ -177,12 +180,15 @@ def _unit_facts(
             count = 2
     assert previous is not None
     _refuse_shared_attributes(unit, changed)
+    _refuse_read_by_eager(unit, modules, declared)
     graphed, eager, used = seen.graphed_modules, seen.eager_modules, frozenset(seen.used_parameters)
     read: set[int] = set()
     has_eager = any(part.kind is not GRAPHED for part in unit.parts)
-    if unit.program.trace is None and (has_eager or unit.program.attributes):
-        reads = _observed(unit, sample, parameters, grad, modules)
+    if unit.program.trace is None and (has_eager or unit.program.attributes or plan.config.on_replay is not None):
+        reads, log = _observed(unit, sample, parameters, grad, modules)
         read = reads[GRAPHED]
+        if plan.config.on_replay is not None:
+            _refuse_other_calls(unit, log, _observed(unit, sample, parameters, grad, modules)[1])
         eager = eager | _holders(modules, reads[EAGER] - read)
     return UnitFacts(
         unit,
@@ -199,8 +205,8 @@ def _unit_facts(
 
 def _observed(
     unit: UnitPlan, sample: Sample, parameters: _guards.Parameters, grad: bool, modules: Sequence[torch.nn.Module]
-) -> dict[PartKind, set[int]]:
-    """One more forward, for detector D2; which addresses each kind of part reads."""
+) -> tuple[dict[PartKind, set[int]], list[str]]:
+    """One more forward, for detector D2; which addresses each kind of part reads, and the operators of graphed parts."""
     run = _Pass(unit, sample, parameters, grad, modules, reentrant=False)
     run.crossings = Crossings(modules, tensors_of(flatten((run.args, run.kwargs))[0]), unit.program.attributes)
     try:
@@ -213,7 +219,7 @@ def _observed(
             f"the warm-up run of {unit.title} that looks at every operator (in a TorchDispatchMode) failed: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return run.crossings.reads
+    return run.crossings.reads, run.crossings.log
 
 
 def _holders(modules: Sequence[torch.nn.Module], addresses: set[int]) -> set[int]:
@@ -246,6 +252,7 @@ class _Pass:
         grad: bool,
         modules: Sequence[torch.nn.Module],
         reentrant: bool,
+        on_replay: bool = False,
     ) -> None:
         self.unit, self.parameters, self.grad, self.modules = unit, parameters, grad, modules
         self.reentrant = reentrant
@@ -259,6 +266,8 @@ class _Pass:
         self.changed_by_eager: set[tuple[int, str]] = set()
         self.crossings: Crossings | None = None
         self.sets_tensors = False
+        self.on_replay = on_replay
+        self.declared: set[tuple[int, str]] = set()  # plain attributes that graphed parts have changed
         self._alive: list[Any] = []
 
     def forward(self, *, watch: bool) -> None:
@@ -310,7 +319,12 @@ class _Pass:
             fresh = {place: module for place, (module, _) in found.items() if place not in here}
             if fresh:
                 raise SetsAttributes(part, tuple((module, key) for (_, key), module in fresh.items()))
-        _guards.refuse_host_effects(before, _guards.plain_attributes(self.modules), part.name, known)
+        after = _guards.plain_attributes(self.modules)
+        if self.on_replay:
+            plain = _guards.declarable(self.modules)
+            self.declared |= (_guards.changed_attributes(before, after) & plain) - known
+            known |= plain
+        _guards.refuse_host_effects(before, after, part.name, known)
 
     @contextmanager
     def _looked_at(self, part: PartPlan, running: Running) -> Iterator[None]:
@@ -511,6 +525,32 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def _refuse_read_by_eager(
+    unit: UnitPlan, modules: Sequence[torch.nn.Module], declared: set[tuple[int, str]]
+) -> None:
+    """on_replay runs when the forward is over: what runs before that would see the value of the call before."""
+    titles = {id(m): type(m).__name__ for top in modules for m in top.modules()}
+    for call in unit.program.calls:
+        names = names_used(call) if call.kind is EAGER and declared else set()
+        for owner, key in declared:
+            if key in names:
+                raise CutError(
+                    f"{titles[owner]}.{key} is changed in a graphed part and named by the EAGER part {call.name}: on_replay "
+                    "changes it when the forward is over, so that part would see the value of the call before. Change it "
+                    "where it is read, or pass it in a tensor"
+                )
+
+
+def _refuse_other_calls(unit: UnitPlan, first: list[str], second: list[str]) -> None:
+    """What graphed parts may change themselves must not decide what they compute."""
+    for a, b in itertools.zip_longest(first, second, fillvalue="the end"):
+        if a != b:
+            raise CutError(
+                f"{unit.title}: graphed parts call {a} in one run and {b} in the next on equal arguments, so they depend on what "
+                "they change (a counter?): a graph would freeze it. Keep it in a buffer that is changed in place"
+            )
 
 
 def _refuse_shared_attributes(unit: UnitPlan, changed: set[tuple[int, str]]) -> None:
