@@ -62,6 +62,8 @@ class Analysis(Owners):
         self._kept: tuple[SetRecord, ...] = ()
         self._set_by_breaks: dict[tuple[int, str], str] = {}
         self.called_targets: set[int] = set()
+        self.stack: list[nn.Module] = []  # the modules that are running
+        self.callers: dict[int, nn.Module | None] = {}  # of break modules and functions
         self._reads: dict[int, dict[str, None]] = {}
         self._records: list[BreakRecord] = []
         self._unseen: set[str] = set()
@@ -307,11 +309,20 @@ class Analysis(Owners):
 
     # ---------------------------------------------------------------------------------------------------------- breaks
 
+    def on_module(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.stack.append(module)
+        try:
+            return super().on_module(module, run, args, kwargs)
+        finally:
+            self.stack.pop()
+
     def at_break(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         self.refuse_nesting(target, self._mode)
         if private.top_dispatch_mode() is not self.operators:
             raise CutError(f"{target.title} is called inside a TorchDispatchMode of the model's")
         self.called_targets.add(id(target.what))
+        around = self.stack[:-1] if isinstance(target.what, nn.Module) else self.stack
+        self.callers[id(target.what)] = around[-1] if around else None
         # The modes are on top of the stack: refuse_nesting saw to it.
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.active, self.quiet = False, True

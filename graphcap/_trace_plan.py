@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from graphcap import _guards
-from graphcap._breaks import Breaks, find
+from graphcap._breaks import Breaks, Target, find
 from graphcap._parts import differentiate, sample_copies
 from graphcap._plan import CapturePlan, UnitPlan, cut
 from graphcap._tensors import flatten, same_constant, tensors_of, unflatten
@@ -28,6 +28,7 @@ from graphcap.backends.refusal_modes import line_text
 from graphcap.errors import CutError, GraphcapError, WarmupError
 from graphcap.partial_layer import PartialLayer, run_plain
 
+_PROBES = 2  # by chance one may draw a shape that the samples have
 _RESTARTS = 1000  # one per value and stretch in which it is changed in place
 
 
@@ -74,16 +75,56 @@ def _cut_unit(
         return run_plain(layers, args, kwargs)
 
     if breaks.auto:
-        discover(modules, breaks, grad, device, constants, run, lambda: sample_copies(unit.samples[0]))
-    script, cloned = _analyse(partial(analysis, hoists=True), run, unit, called)
-    probe = _probe(analysis(cloned, True), run, unit)
-    if probe is not None and not _hoist_alike(script, probe):
-        script, cloned = _analyse(partial(analysis, hoists=False), run, unit, called)
-        probe = _probe(analysis(cloned, False), run, unit)
-    if probe is not None:
-        _refuse_difference(script, probe)
+        samples = [partial(sample_copies, unit.samples[0]), *(partial(_others, unit, seed) for seed in range(_PROBES))]
+        discover(modules, breaks, grad, device, constants, run, samples)
+    callers: dict[int, nn.Module | None] = {}
+    while True:
+        try:
+            script = _steady_script(analysis, run, unit, called, callers)
+            break
+        except _Unsteady as error:
+            _climb(breaks, error, callers, modules, called)
     program = program_of(layers, script, breaks, grad, device.type)
     return replace(unit, program=program, parts=cut(program))
+
+
+def _steady_script(
+    analysis: Callable[[frozenset[tuple[str, int]], bool], Analysis],
+    run: Callable[..., Any],
+    unit: UnitPlan,
+    called: set[int],
+    callers: dict[int, nn.Module | None],
+) -> Script:
+    """The script, which other numbers do not change."""
+    for hoists in (True, False):
+        script, cloned = _analyse(partial(analysis, hoists=hoists), run, unit, called, callers)
+        probes = [_probe(analysis(cloned, hoists), run, unit, seed) for seed in range(_PROBES)]
+        others = [probe for probe in probes if probe is not None]
+        if all(_hoist_alike(script, other) for other in others):
+            break
+    for other in others:
+        _refuse_difference(script, other)
+    return script
+
+
+class _Unsteady(CutError):
+    """A break gives something of another kind for other data."""
+
+    def __init__(self, message: str, target: Target) -> None:
+        super().__init__(message)
+        self.target = target
+
+
+def _climb(
+    breaks: Breaks, error: _Unsteady, callers: dict[int, nn.Module | None], modules: list[nn.Module], called: set[int]
+) -> None:
+    """Where "auto" has chosen the break, the module that calls it is one instead; the error is raised if there is none."""
+    parent = callers.get(id(error.target.what))
+    if id(error.target.what) not in breaks.found or parent is None or any(parent is top for top in modules):
+        raise CutError(str(error)) from None
+    names = {id(module): name for top in modules for name, module in top.named_modules()}
+    breaks.climb(error.target, parent, names.get(id(parent), type(parent).__name__))
+    called.update(id(module) for module in parent.modules())  # what was named in there runs eagerly with it
 
 
 def _run_once(unit: UnitPlan, grad: bool) -> None:
@@ -103,7 +144,8 @@ def _run_once(unit: UnitPlan, grad: bool) -> None:
 
 
 def _analyse(
-    analysis: Callable[[frozenset[tuple[str, int]]], Analysis], run: Callable[..., Any], unit: UnitPlan, called: set[int]
+    analysis: Callable[[frozenset[tuple[str, int]]], Analysis], run: Callable[..., Any], unit: UnitPlan, called: set[int],
+    callers: dict[int, nn.Module | None],
 ) -> tuple[Script, frozenset[tuple[str, int]]]:
     cloned: frozenset[tuple[str, int]] = frozenset()
     for _ in range(_RESTARTS):
@@ -115,6 +157,7 @@ def _analyse(
             cloned |= {(need.name, need.stretch)}
             continue
         called |= trace.called_targets
+        callers.update(trace.callers)
         del args, kwargs
         _refuse_escapes(trace)
         _refuse_keepers(trace)
@@ -139,17 +182,23 @@ def _refuse_keepers(trace: Analysis) -> None:
         )
 
 
-def _probe(trace: Analysis, run: Callable[..., Any], unit: UnitPlan) -> Script | None:
+def _probe(trace: Analysis, run: Callable[..., Any], unit: UnitPlan, seed: int) -> Script | None:
     """The same analysis on other numbers: what differs depends on the data. None where the callable does not like them."""
-    leaves, structure = flatten(sample_copies(unit.samples[0]))
-    generator = torch.Generator().manual_seed(0)
-    args, kwargs = unflatten(structure, [_other(x, generator) if isinstance(x, torch.Tensor) else x for x in leaves])
+    args, kwargs = _others(unit, seed)
     try:
         return trace.run(run, args, kwargs)
     except CutError:
         raise
     except (NeedsClone, Exception):
         return None
+
+
+def _others(unit: UnitPlan, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The samples with other numbers."""
+    leaves, structure = flatten(sample_copies(unit.samples[0]))
+    generator = torch.Generator().manual_seed(seed)
+    args, kwargs = unflatten(structure, [_other(x, generator) if isinstance(x, torch.Tensor) else x for x in leaves])
+    return args, kwargs
 
 
 def _other(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -180,20 +229,22 @@ def _refuse_difference(first: Script, second: Script) -> None:
     both = zip((*first.hoisted, *first.breaks), (*second.hoisted, *second.breaks), strict=False)
     for a, b in both:
         if [x[:2] for x in a.result_specs] != [x[:2] for x in b.result_specs] or a.results != b.results:
-            raise CutError(
+            raise _Unsteady(
                 f"the break {a.target.title} returned {_specs(a.result_specs)} for one input and "
                 f"{_specs(b.result_specs)} for another. What "
                 f"crosses a break must have a static shape\n  called at {line_text(a.place)}\n  Way out: break at "
                 "the module that "
-                "contains this one and whatever uses its result"
+                "contains this one and whatever uses its result",
+                a.target,
             )
         if not _same_leaves(a.result_leaves, b.result_leaves):
-            raise CutError(
+            raise _Unsteady(
                 f"the break {a.target.title} returned {_constants(a.result_leaves)} for one input and "
                 f"{_constants(b.result_leaves)} "
                 f"for another; a graph would freeze it\n  called at {line_text(a.place)}\n  Way out: return it as "
                 "a tensor, or break "
-                "at the module that contains this one and whatever uses its result"
+                "at the module that contains this one and whatever uses its result",
+                a.target,
             )
         if not _same_leaves(a.argument_leaves, b.argument_leaves):
             raise CutError(
