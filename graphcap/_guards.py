@@ -420,8 +420,9 @@ def refuse_host_effects(before: Attributes, after: Attributes, part: str, allowe
         if label and key not in allowed and (key not in before or before[key][1] != value):
             raise CutError(
                 f"part {part}: its Python changes {label} at every call. Python does not run at replay, so the graph would "
-                "repeat what it did at capture. Move this work into an EAGER part, do it in CaptureConfig(on_replay=), keep the value in a buffer that is "
-                "changed in place (a random choice: draw it with torch on the device), or return it as an output"
+                "repeat what it did at capture. Move this work into an EAGER part, do it in "
+                "CaptureConfig(on_replay=), keep the value in a buffer that is changed in place (a random choice: draw it "
+                "with torch on the device), or return it as an output"
             )
 
 

@@ -147,8 +147,8 @@ class Analysis(Owners):
         for place, record in last.items():
             if place in self._set_by_breaks:
                 raise CutError(
-                    f"{record.title} is set in a graphed stretch and in the break {self._set_by_breaks[place]}: set it in one "
-                    "of them"
+                    f"{record.title} is set in a graphed stretch and in the break {self._set_by_breaks[place]}: set it in "
+                    "one of them"
                 )
             now = record.owner.__dict__.get(record.key, ABSENT)
             leaf = self.set_leaf(now, record.title) if isinstance(now, torch.Tensor) else now
@@ -165,8 +165,9 @@ class Analysis(Owners):
         for leaf in (*leaves, *self._output[1]):
             if isinstance(leaf, StateRef) and leaf.table == "__dict__" and (id(leaf.owner), leaf.key) in places:
                 raise CutError(
-                    f"{places[id(leaf.owner), leaf.key].title} is used as the call before left it, and set anew: a graph can't "
-                    "tell the two apart\n  Way out: keep it in a buffer that is changed in place, or pass it as an argument"
+                    f"{places[id(leaf.owner), leaf.key].title} is used as the call before left it, and set anew: a graph "
+                    "can't tell the two apart\n  Way out: keep it in a buffer that is changed in place, or pass it as an "
+                    "argument"
                 )
 
     def _script(self) -> Script:
@@ -382,7 +383,9 @@ class Analysis(Owners):
         what it does would not be seen to have moved. None of any other break."""
         # A break before it may leave something behind that it reads; a random number would be drawn in another order.
         # So would an attribute that the stretch has set.
-        if self._open or not self.hoists or isinstance(target.what, nn.Module) or self._records or self.drew or self.wrote_outside:
+        if not self.hoists or isinstance(target.what, nn.Module):
+            return None
+        if self._open or self._records or self.drew or self.wrote_outside:
             return None
         results = tensors_of(taken_apart(result)[0])
         if any(tensor.requires_grad or id(tensor) in raw for tensor in results):

@@ -341,8 +341,8 @@ class _Follower(Trace):
         if found != expected:
             titles = {record.title for record in (*found.values(), *expected.values())}
             raise CutError(
-                f"the forward sets {', '.join(sorted(titles))} to something else in one run than in another: a replay would set "
-                "it always as at capture"
+                f"the forward sets {', '.join(sorted(titles))} to something else in one run than in another: a replay would "
+                "set it always as at capture"
             )
 
     def _enter(self, part: PartPlan) -> None:

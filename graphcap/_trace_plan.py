@@ -68,7 +68,7 @@ def _cut_unit(
     layers = unit.calls
     _run_once(unit, grad)  # lazy state settles, and what fails in eager fails here, in the user's own words
 
-    def analysis(cloned: frozenset[tuple[str, int]], hoists: bool) -> Analysis:
+    def analysis(hoists: bool, cloned: frozenset[tuple[str, int]]) -> Analysis:
         return Analysis(modules, breaks, grad, device, cloned, constants, hoists)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ def _cut_unit(
 
 
 def _steady_script(
-    analysis: Callable[[frozenset[tuple[str, int]], bool], Analysis],
+    analysis: Callable[[bool, frozenset[tuple[str, int]]], Analysis],
     run: Callable[..., Any],
     unit: UnitPlan,
     called: set[int],
@@ -97,8 +97,8 @@ def _steady_script(
 ) -> Script:
     """The script, which other numbers do not change."""
     for hoists in (True, False):
-        script, cloned = _analyse(partial(analysis, hoists=hoists), run, unit, called, callers)
-        probes = [_probe(analysis(cloned, hoists), run, unit, seed) for seed in range(_PROBES)]
+        script, cloned = _analyse(partial(analysis, hoists), run, unit, called, callers)
+        probes = [_probe(analysis(hoists, cloned), run, unit, seed) for seed in range(_PROBES)]
         others = [probe for probe in probes if probe is not None]
         if all(_hoist_alike(script, other) for other in others):
             break
@@ -265,7 +265,9 @@ def _refuse_difference(first: Script, second: Script) -> None:
 
 
 def _same_leaves(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(x == y if isinstance(x, Ref | Recomputed | StandIn) else same_constant(x, y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        x == y if isinstance(x, Ref | Recomputed | StandIn) else same_constant(x, y) for x, y in zip(a, b, strict=True)
+    )
 
 
 def _specs(specs: Sequence[Any]) -> str:

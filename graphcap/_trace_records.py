@@ -107,7 +107,8 @@ class SetRecord:
     def attribute(self) -> Attribute:
         if isinstance(self.leaf, Ref):
             return Attribute(self.owner, self.key, self.leaf.name)
-        return Attribute(self.owner, self.key, None, self.leaf.get if isinstance(self.leaf, StateRef) else _Constant(self.leaf))
+        other = self.leaf.get if isinstance(self.leaf, StateRef) else _Constant(self.leaf)
+        return Attribute(self.owner, self.key, None, other)
 
 
 @dataclass(frozen=True, slots=True)

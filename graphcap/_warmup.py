@@ -17,6 +17,12 @@ import torch
 
 from graphcap import _attributes, _guards
 from graphcap._crossings import Crossings
+from graphcap._part_refusals import (
+    refuse_other_calls,
+    refuse_read_by_eager,
+    refuse_shared_attributes,
+    refuse_sparse,
+)
 from graphcap._parts import (
     OutIndex,
     Running,
@@ -31,7 +37,6 @@ from graphcap._parts import (
     sample_copies,
 )
 from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys, with_attributes
-from graphcap._step_guard import names_used
 from graphcap._tensors import Structure, TensorSpec, flatten, same_constant, static_copy, tensors_of
 from graphcap.backends.base import Backend
 from graphcap.errors import CutError, GraphcapError, SampleError, WarmupError
@@ -179,8 +184,8 @@ def _unit_facts(
         if count == 1 and seen.sets_tensors:  # lazily, or at every call? Only a second run tells
             count = 2
     assert previous is not None
-    _refuse_shared_attributes(unit, changed)
-    _refuse_read_by_eager(unit, modules, declared)
+    refuse_shared_attributes(unit, changed)
+    refuse_read_by_eager(unit, modules, declared)
     graphed, eager, used = seen.graphed_modules, seen.eager_modules, frozenset(seen.used_parameters)
     read: set[int] = set()
     has_eager = any(part.kind is not GRAPHED for part in unit.parts)
@@ -188,7 +193,7 @@ def _unit_facts(
         reads, log = _observed(unit, sample, parameters, grad, modules)
         read = reads[GRAPHED]
         if plan.config.on_replay is not None:
-            _refuse_other_calls(unit, log, _observed(unit, sample, parameters, grad, modules)[1])
+            refuse_other_calls(unit, log, _observed(unit, sample, parameters, grad, modules)[1])
         eager = eager | _holders(modules, reads[EAGER] - read)
     return UnitFacts(
         unit,
@@ -384,7 +389,7 @@ class _Pass:
             trainable = [p for p in self.parameters.alias if p.requires_grad]
             results, self.reentrant = differentiate(outputs, [*wanted, *trainable], gradients, self.reentrant)
             if running.part.kind is GRAPHED:
-                _refuse_sparse(results, running.part)
+                refuse_sparse(results, running.part)
             for proxy, gradient in zip(wanted, results[: len(wanted)], strict=True):
                 if gradient is not None:
                     number = next(i for i, p in enumerate(running.proxies) if p is proxy)
@@ -527,41 +532,6 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
-def _refuse_read_by_eager(
-    unit: UnitPlan, modules: Sequence[torch.nn.Module], declared: set[tuple[int, str]]
-) -> None:
-    """on_replay runs when the forward is over: what runs before that would see the value of the call before."""
-    titles = {id(m): type(m).__name__ for top in modules for m in top.modules()}
-    for call in unit.program.calls:
-        names = names_used(call) if call.kind is EAGER and declared else set()
-        for owner, key in declared:
-            if key in names:
-                raise CutError(
-                    f"{titles[owner]}.{key} is changed in a graphed part and named by the EAGER part {call.name}: on_replay "
-                    "changes it when the forward is over, so that part would see the value of the call before. Change it "
-                    "where it is read, or pass it in a tensor"
-                )
-
-
-def _refuse_other_calls(unit: UnitPlan, first: list[str], second: list[str]) -> None:
-    """What graphed parts may change themselves must not decide what they compute."""
-    for a, b in itertools.zip_longest(first, second, fillvalue="the end"):
-        if a != b:
-            raise CutError(
-                f"{unit.title}: graphed parts call {a} in one run and {b} in the next on equal arguments, so they depend on what "
-                "they change (a counter?): a graph would freeze it. Keep it in a buffer that is changed in place"
-            )
-
-
-def _refuse_shared_attributes(unit: UnitPlan, changed: set[tuple[int, str]]) -> None:
-    for attribute in unit.program.attributes:
-        if attribute.place in changed:
-            raise CutError(
-                f"{attribute.title} is set in a graphed part and in an EAGER part of {unit.title}: set it in one of them, or "
-                "return it as an output"
-            )
-
-
 def _refuse_change(before: Sequence[PartFacts], after: Sequence[PartFacts]) -> None:
     """Warm-up runs on equal arguments must agree: what changes between them can't be in a graph."""
     for old, new in zip(before, after, strict=True):
@@ -590,15 +560,6 @@ def _rest(a: TensorSpec, b: TensorSpec) -> str:
     if str(a) != str(b):
         return ""
     return f" (strides {list(a.stride)} and {list(b.stride)}, requires_grad {a.requires_grad} and {b.requires_grad})"
-
-
-def _refuse_sparse(results: Sequence[torch.Tensor | None], part: PartPlan) -> None:
-    for gradient in results:
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise CutError(
-                f"part {part.name} makes a gradient of shape {list(gradient.shape)} with the layout {gradient.layout} "
-                "(sparse embedding?): its size depends on the data. Use sparse=False, or let the part be EAGER"
-            )
 
 
 def _refuse_ambiguous_sums(facts: WarmupFacts) -> None:

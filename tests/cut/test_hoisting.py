@@ -13,6 +13,7 @@ import graphcap
 from graphcap.testing import compare, deterministic
 from tests.cut.cases import WIDTH, Base, drawn
 
+
 def mask_of(rows: Tensor) -> Tensor:
     """Reads the host: other rows, other branch."""
     return rows.float() * (2 if bool((rows.sum() > 0).item()) else 3)
