@@ -386,3 +386,11 @@ class _Hidden(Base):
 @refused("a break at the captured module", "itself", break_at=nn.Module)
 class _Itself(_Residual):
     pass
+
+
+@refused("a raw C++ autograd function fed with a crossing tensor", "did not see being made|of another part")
+class _Raw(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        y = self.brk(h)
+        return self.b(y) + torch._C._functions.UndefinedGrad()(h)
