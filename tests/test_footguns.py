@@ -551,8 +551,43 @@ def test_attributes_that_hold_tensors() -> None:
             self.mask = x > 0
             return super().forward(x) * self.mask
 
-    with pytest.raises(CutError, match=r"Recomputed\.mask"):
-        capture(Recomputed())
-    old = Mlp()
-    nn.utils.parametrizations.weight_norm(old.up)  # not torch.nn.utils.weight_norm, which sets `weight` at every call
-    agrees(capture(old), twin_of(old), rows())
+    module = Recomputed()
+    twin, graphed = twin_of(module), capture(module)
+    for _ in range(3):
+        x = rows()
+        agrees(graphed, twin, x)
+        assert torch.equal(module.mask, x > 0)
+    normed = Mlp()
+    nn.utils.weight_norm(normed.up)  # sets `weight` at every call
+    other = Mlp()
+    nn.utils.weight_norm(other.up)  # can't be copied: its weight is no leaf
+    other.load_state_dict(normed.state_dict())
+    agrees(capture(normed), other, rows())
+
+    class Remembering(Mlp):
+        previous: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            made = y if self.previous is None else y + self.previous
+            self.previous = y.detach()
+            return made
+
+    with pytest.raises(CutError, match=r"Remembering\.previous.*the call before this one"):
+        capture(Remembering())
+
+    class Buffered(Mlp):  # the way out
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("previous", torch.zeros(4, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            made = y + self.previous
+            self.previous.copy_(y.detach())
+            return made
+
+    buffered = Buffered()
+    twin, graphed = twin_of(buffered), capture(buffered)
+    for _ in range(3):
+        agrees(graphed, twin, rows())
