@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from graphcap._parts import OutIndex, distinct_tensors
 from graphcap._plan import PartPlan
 from graphcap._tensors import flatten, same_constant
 from graphcap.errors import InputMismatch
-from graphcap.partial_layer import NOTHING, run_call
+from graphcap.partial_layer import NOTHING, Call, run_call
 
 
-def run_eager(part: PartPlan, facts: PartFacts, env: dict[str, Any]) -> None:
-    """Run an eager part as it is, and check that what it made is what the next graph expects."""
+def run_eager(part: PartPlan, facts: PartFacts, env: dict[str, Any], before: Callable[[Call], None]) -> None:
+    """Run an eager part as it is, and check that what it made is what the next graph expects. `before`: each call."""
     scope = {NOTHING: None, **{name: env[name] for name in part.reads}}
     for call in part.calls:
+        before(call)
         run_call(call, scope)
     makes = [scope[name] for name in part.makes]
     leaves, structure = flatten(makes)

@@ -14,6 +14,7 @@ import torch
 
 from graphcap import _delayed
 from graphcap import _torch_private as private
+from graphcap._attributes import Attribute, Placed
 from graphcap._capture_set import BackwardGraph, CaptureSet, GraphSet, PartGraphs
 from graphcap._copies import Copies, fresh, memory_of
 from graphcap._eager_part import run_eager
@@ -484,6 +485,9 @@ def _count(structure: Structure) -> int:
     return 1 if structure.kind is None else sum(_count(child) for child in structure.children)
 
 
+_Owned = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by id of a static tensor: it, and the copy that leaves
+
+
 class BoundSet:
     """One graph set, ready to run one microbatch."""
 
@@ -493,6 +497,7 @@ class BoundSet:
         self.spec = next(sample.spec for sample in graph_set.unit.samples if sample.slot == graph_set.slot)
         alias = capture.plan.outputs_alias
         self.alias = alias
+        self.placed = Placed()
         self.parts = [
             None if graphs is None else BoundPart(graphs, index, slot, capture, alias)
             for index, graphs in enumerate(graph_set.parts)
@@ -518,13 +523,16 @@ class BoundSet:
     ) -> Any:
         """The outputs of the unit for checked arguments. Raises InputMismatch if an eager part's results differ."""
         env = entry_values(self.unit, args, kwargs)
+        owned: _Owned = {}
         for part, bound, facts in zip(self.unit.parts, self.parts, self.facts.parts, strict=True):
             if bound is None:
-                run_eager(part, facts, env)
+                run_eager(part, facts, env, lambda call: self._put(call.sets, env, owned))
             else:
                 bound.call(env, flight if bound.facts.differentiable else None, anchor, side)
         value = self.unit.program.result(env)
-        return value if self.alias else self._owned(value)
+        value = value if self.alias else self._owned(value, owned)
+        self._put(self.unit.program.sets, env, owned)
+        return value
 
     def weight_grad(self, flight: Flight) -> None:
         """What `backward_dw()` of the unit's modules would do after this flight's backward, the last part first. Modules
@@ -536,15 +544,23 @@ class BoundSet:
                 for owner in facts.delayed.owners:
                     _delayed.run(owner)
 
-    def _owned(self, value: Any) -> Any:
-        """Copies of what still lies in static memory (values that are also read inside, or pass through)."""
+    def _put(self, attributes: tuple[Attribute, ...], env: dict[str, Any], owned: _Owned) -> None:
+        if attributes:
+            self.placed.put(attributes, env, lambda value: value if self.alias else self._owned(value, owned))
+
+    def _owned(self, value: Any, copies: _Owned) -> Any:
+        """Copies of what still lies in static memory (values that are also read inside, or pass through): one of each."""
         if isinstance(value, torch.Tensor):
-            return value.clone() if self._is_static(value) else value
+            if not self._is_static(value):
+                return value
+            if id(value) not in copies:
+                copies[id(value)] = (value, value.clone())
+            return copies[id(value)][1]
         leaves, structure = flatten(value)
         changed = False
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and self._is_static(leaf):
-                leaves[place] = leaf.clone()
+                leaves[place] = self._owned(leaf, copies)
                 changed = True
         return unflatten(structure, leaves) if changed else value
 

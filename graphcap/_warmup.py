@@ -9,18 +9,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from graphcap import _delayed, _guards
+from graphcap import _attributes, _delayed, _guards
 from graphcap._crossings import Crossings
 from graphcap._facts import Leaf
 from graphcap._facts import PartFacts as PartFacts
 from graphcap._facts import Pattern as Pattern
 from graphcap._facts import UnitFacts as UnitFacts
 from graphcap._facts import WarmupFacts as WarmupFacts
+from graphcap._part_refusals import (
+    refuse_other_calls,
+    refuse_read_by_eager,
+    refuse_shared_attributes,
+    refuse_sparse,
+)
 from graphcap._parts import (
     OutIndex,
     Running,
@@ -34,7 +41,7 @@ from graphcap._parts import (
     run_calls,
     sample_copies,
 )
-from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys
+from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys, with_attributes
 from graphcap._quantization import Session
 from graphcap._tensors import TensorSpec, flatten, same_constant, static_copy, tensors_of
 from graphcap.backends.base import Backend
@@ -47,25 +54,37 @@ def run(
     plan: CapturePlan, backend: Backend, parameters: _guards.Parameters, session: Session | None = None
 ) -> WarmupFacts:
     """Warm up every unit with every signature it will be captured with; the caller keeps and restores state."""
+    with plan.hooks.warmup():
+        while True:
+            try:
+                units = _run_all(plan, parameters, session or Session())
+                break
+            except SetsAttributes as need:
+                unit = with_attributes(plan.units[need.unit], need.part, need.found)
+                plan = replace(plan, units=(*plan.units[: need.unit], unit, *plan.units[need.unit + 1 :]))
+    facts = WarmupFacts(plan, parameters, units)
+    _refuse_ambiguous_sums(facts)
+    _refuse_shared_casts(facts)
+    return facts
+
+
+def _run_all(
+    plan: CapturePlan, parameters: _guards.Parameters, session: Session
+) -> tuple[tuple[UnitFacts, ...], ...]:
     units: list[list[_UnitRuns]] = []
     for number, unit in enumerate(plan.units):
         keys = signature_keys([sample.spec for sample in unit.samples])
         known: dict[int, _UnitRuns] = {}
         for key, sample in zip(keys, unit.samples, strict=True):
-            known.setdefault(key, _UnitRuns(plan, number, sample, parameters, session or Session()))
+            known.setdefault(key, _UnitRuns(plan, number, sample, parameters, session))
         units.append([known[key] for key in keys])
-    with plan.hooks.warmup():
-        if plan.hooks.watches_runs:
-            _along_the_order(plan, units, parameters)
-        else:
-            for runs in (runs for sets in units for runs in dict.fromkeys(sets)):
-                for _ in range(runs.count):
-                    runs.forward()
-                    runs.backward()
-    facts = WarmupFacts(plan, parameters, tuple(tuple(runs.facts() for runs in sets) for sets in units))
-    _refuse_ambiguous_sums(facts)
-    _refuse_shared_casts(facts)
-    return facts
+    if plan.hooks.watches_runs:
+        _along_the_order(plan, units, parameters)
+    for runs in (runs for sets in units for runs in dict.fromkeys(sets)):
+        while runs.is_due:
+            runs.forward()
+            runs.backward()
+    return tuple(tuple(runs.facts() for runs in sets) for sets in units)
 
 
 def _along_the_order(
@@ -112,12 +131,25 @@ class _UnitRuns:
         self._seen: _Pass | None = None
         self._facts: list[PartFacts] | None = None
         self._changed: set[tuple[int, str]] = set()
+        self._declared: set[tuple[int, str]] = set()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether another run is to come."""
+        return self._done < self.count
 
     def forward(self) -> None:
         top = self.unit.layers[0]
         with self._told(), self.plan.hooks.forward(self.number, top), self.session.run(self.number):
             self._seen = _Pass(
-                self.unit, self.sample, self.parameters, self.grad, self.modules, self._reentrant, self.trial
+                self.unit,
+                self.sample,
+                self.parameters,
+                self.grad,
+                self.modules,
+                self._reentrant,
+                self.trial,
+                self.plan.config.on_replay is not None,
             )
             self._waiting = _delayed.pending(self.trial.owners)
             self._seen.forward(watch=self._done > 0)
@@ -130,6 +162,7 @@ class _UnitRuns:
             with self.plan.hooks.backward(self.number, self.unit.layers[0]) if self.grad else nullcontext():
                 facts, self._reentrant = self._seen.backward(keep_values=self.trial.probing)
             self._changed |= self._seen.changed_by_eager
+            self._declared |= self._seen.declared
         if _delayed.pending(self.trial.owners) > self._waiting:
             raise CutError(
                 f"{self.unit.title}: a module put a weight gradient off that its backward_dw() has not run: it was called "
@@ -139,11 +172,16 @@ class _UnitRuns:
             _refuse_change(self._facts, facts)
         self._facts = facts
         self._done += 1
+        if self.count == 1 and self._seen.sets_tensors:  # lazily, or at every call? Only a second run tells
+            self.count = 2
 
     @contextmanager
     def _told(self) -> Iterator[None]:
         try:
             yield
+        except SetsAttributes as need:
+            need.unit = self.number
+            raise
         except GraphcapError:
             raise
         except Exception as error:
@@ -156,11 +194,16 @@ class _UnitRuns:
         seen, unit = self._seen, self.unit
         assert seen is not None
         assert self._facts is not None
+        refuse_shared_attributes(unit, self._changed)
+        refuse_read_by_eager(unit, self.modules, self._declared)
         eager, read = seen.eager_modules, set[int]()
-        if unit.program.trace is None and any(part.kind is not GRAPHED for part in unit.parts):
-            with self.session.run(self.number):
-                reads = _observed(unit, self.sample, self.parameters, self.grad, self.modules)
+        has_eager = any(part.kind is not GRAPHED for part in unit.parts)
+        told = self.plan.config.on_replay is not None
+        if unit.program.trace is None and (has_eager or unit.program.attributes or told):
+            reads, log = self._look()
             read = reads[GRAPHED]
+            if told:
+                refuse_other_calls(unit, log, self._look()[1])
             eager = eager | _holders(self.modules, reads[EAGER] - read)
         return UnitFacts(
             unit,
@@ -174,13 +217,17 @@ class _UnitRuns:
             frozenset(self._changed),
         )
 
+    def _look(self) -> tuple[dict[PartKind, set[int]], list[str]]:
+        with self.session.run(self.number):
+            return _observed(self.unit, self.sample, self.parameters, self.grad, self.modules)
+
 
 def _observed(
     unit: UnitPlan, sample: Sample, parameters: _guards.Parameters, grad: bool, modules: Sequence[torch.nn.Module]
-) -> dict[PartKind, set[int]]:
-    """One more forward, for detector D2; which addresses each kind of part reads."""
+) -> tuple[dict[PartKind, set[int]], list[str]]:
+    """One more forward, for detector D2; which addresses each kind of part reads, and the operators of graphed parts."""
     run = _Pass(unit, sample, parameters, grad, modules, False, _delayed.Trial(()))
-    run.crossings = Crossings(modules, tensors_of(flatten((run.args, run.kwargs))[0]))
+    run.crossings = Crossings(modules, tensors_of(flatten((run.args, run.kwargs))[0]), unit.program.attributes)
     try:
         with run.crossings:
             run.forward(watch=False)
@@ -191,7 +238,7 @@ def _observed(
             f"the warm-up run of {unit.title} that looks at every operator (in a TorchDispatchMode) failed: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return run.crossings.reads
+    return run.crossings.reads, run.crossings.log
 
 
 def _holders(modules: Sequence[torch.nn.Module], addresses: set[int]) -> set[int]:
@@ -202,6 +249,16 @@ def _holders(modules: Sequence[torch.nn.Module], addresses: set[int]) -> set[int
         if not isinstance(module, PartialLayer) and any(t.data_ptr() in addresses for t in held):
             found.add(id(module))
     return found
+
+
+class SetsAttributes(BaseException):
+    """A graphed part sets tensor attributes that its plan does not name: plan again with them. No Exception, so that the
+    user's `except Exception` lets it through."""
+
+    def __init__(self, part: PartPlan, found: tuple[tuple[torch.nn.Module, str], ...]) -> None:
+        super().__init__(part.name)
+        self.part, self.found = part, found
+        self.unit = 0  # the number of the unit, for whoever plans again
 
 
 class _Pass:
@@ -216,9 +273,10 @@ class _Pass:
         modules: Sequence[torch.nn.Module],
         reentrant: bool,
         trial: _delayed.Trial,
+        on_replay: bool = False,
     ) -> None:
         self.unit, self.parameters, self.grad, self.modules = unit, parameters, grad, modules
-        self.reentrant, self.trial = reentrant, trial
+        self.reentrant, self.trial, self.on_replay = reentrant, trial, on_replay
         self.visited: list[set[int]] = []  # per part; only where weight gradients are delayed
         self.args, self.kwargs = sample_copies(sample)
         self.env = entry_values(unit, self.args, self.kwargs)
@@ -229,6 +287,8 @@ class _Pass:
         self.used_parameters: set[int] = set()
         self.changed_by_eager: set[tuple[int, str]] = set()
         self.crossings: Crossings | None = None
+        self.sets_tensors = False
+        self.declared: set[tuple[int, str]] = set()  # plain attributes that graphed parts have changed
         self._alive: list[Any] = []
 
     def forward(self, *, watch: bool) -> None:
@@ -249,6 +309,7 @@ class _Pass:
         """One part; its calls run inside."""
         eager = part.kind is not GRAPHED
         before = _guards.plain_attributes(self.modules) if watch or eager else None
+        held = {} if eager or self.unit.program.trace is not None else _attributes.snapshot(self.modules)
         running, scope = open_part(part, self.env, self._proxy)
         with in_place_words(part), self._looked_at(part, running), ExitStack() as stack:
             visited = stack.enter_context(_guards.visited_modules()) if eager or self.trial.owners else set()
@@ -262,8 +323,10 @@ class _Pass:
             self.eager_modules |= visited
         if before is not None and eager:
             self.changed_by_eager |= _guards.changed_attributes(before, _guards.plain_attributes(self.modules))
-        elif before is not None:
-            _guards.refuse_host_effects(before, _guards.plain_attributes(self.modules), part.name)
+        elif before is None:
+            self.sets_tensors = self.sets_tensors or bool(_attributes.changes(held, _attributes.snapshot(self.modules)))
+        else:
+            self._refuse_host_effects(part, before, held)
         if self.crossings is not None:
             self.crossings.made(part.name, part.kind, running.proxies, running.made)
         for place, tensor in enumerate(running.made):
@@ -271,6 +334,23 @@ class _Pass:
                 self.sources[id(tensor)] = (part.index, place)
         self._alive.append(running)  # ids are only names while their objects live
         self.running.append(running)
+
+    def _refuse_host_effects(
+        self, part: PartPlan, before: _guards.Attributes, held: _attributes.Snapshot
+    ) -> None:
+        known = {attribute.place for attribute in self.unit.program.attributes}
+        if self.unit.program.trace is None:
+            found = _attributes.changes(held, _attributes.snapshot(self.modules))
+            here = {a.place for a in self.unit.program.attributes if a.by == part.calls[-1].name}
+            fresh = {place: module for place, (module, _) in found.items() if place not in here}
+            if fresh:
+                raise SetsAttributes(part, tuple((module, key) for (_, key), module in fresh.items()))
+        after = _guards.plain_attributes(self.modules)
+        if self.on_replay:
+            plain = _guards.declarable(self.modules)
+            self.declared |= (_guards.changed_attributes(before, after) & plain) - known
+            known |= plain
+        _guards.refuse_host_effects(before, after, part.name, known)
 
     @contextmanager
     def _looked_at(self, part: PartPlan, running: Running) -> Iterator[None]:
@@ -308,9 +388,10 @@ class _Pass:
         """Sets of (part, place) from which a backward may start, the usual one first: the loss if there is one, else every
         output. Of up to three outputs, any subset; of more, each alone."""
         value = self.unit.program.result(self.env)
+        held = [self.env[a.value] for a in self.unit.program.attributes if a.value is not None]
         every = {
             self.sources[id(t)]
-            for t in tensors_of(flatten(value)[0])
+            for t in tensors_of(flatten((value, held))[0])
             if t.requires_grad and id(t) in self.sources
         }
         loss = loss_of(value)
@@ -342,7 +423,7 @@ class _Pass:
             results, self.reentrant = differentiate(outputs, [*wanted, *trainable], gradients, self.reentrant)
             self.trial.after_backward(running.part.index, self.visited[running.part.index], self.parameters)
             if running.part.kind is GRAPHED:
-                _refuse_sparse(results, running.part)
+                refuse_sparse(results, running.part)
             for proxy, gradient in zip(wanted, results[: len(wanted)], strict=True):
                 if gradient is not None:
                     number = next(i for i, p in enumerate(running.proxies) if p is proxy)
@@ -514,15 +595,6 @@ def _rest(a: TensorSpec, b: TensorSpec) -> str:
     if str(a) != str(b):
         return ""
     return f" (strides {list(a.stride)} and {list(b.stride)}, requires_grad {a.requires_grad} and {b.requires_grad})"
-
-
-def _refuse_sparse(results: Sequence[torch.Tensor | None], part: PartPlan) -> None:
-    for gradient in results:
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise CutError(
-                f"part {part.name} makes a gradient of shape {list(gradient.shape)} with the layout {gradient.layout} "
-                "(sparse embedding?): its size depends on the data. Use sparse=False, or let the part be EAGER"
-            )
 
 
 def _refuse_ambiguous_sums(facts: WarmupFacts) -> None:
