@@ -21,7 +21,7 @@ from graphcap import _torch_private as private
 from graphcap._capture_set import CaptureSet
 from graphcap._flight import Flight, Nest, Side, Slot
 from graphcap._plan import CapturePlan, Layers, UnitPlan
-from graphcap._quantization import Replaying
+from graphcap._quantization import FIRST_MICROBATCH, Replaying
 from graphcap._replay import BoundSet
 from graphcap._step_guard import StepGuard, read_by_eager_alone
 from graphcap._steps import Steps, run_plain
@@ -29,8 +29,6 @@ from graphcap._tensors import flatten, tensors_of
 from graphcap.backends.base import Backend
 from graphcap.errors import ClosedError, InputMismatch, PlanError, ReplayError, ReplayOrderError, StateError
 from graphcap.order import Phase, Step
-
-FIRST_MICROBATCH = "is_first_microbatch"
 
 _disabled: ContextVar[bool] = ContextVar("graphcap_disabled", default=False)
 

@@ -22,7 +22,7 @@ from graphcap._facts import PartFacts, Pattern
 from graphcap._flight import Flight, Side, Slot
 from graphcap._guards import Parameters
 from graphcap._parts import OutIndex, entry_values
-from graphcap._quantization import QuantizedPart
+from graphcap._quantization import FIRST_MICROBATCH, QuantizedPart
 from graphcap._tensors import (
     Getter,
     Structure,
@@ -175,7 +175,10 @@ class BoundPart:
                 env[name] = outputs[place]
             return
         leaves = [outputs[leaf.place] if isinstance(leaf, OutIndex) else leaf for leaf in self.facts.make_leaves]
-        env.update(zip(self.facts.part.makes, unflatten(self.facts.make_structure, leaves), strict=True))
+        made = dict(zip(self.facts.part.makes, unflatten(self.facts.make_structure, leaves), strict=True))
+        if not isinstance(made.get(FIRST_MICROBATCH), torch.Tensor):
+            made.pop(FIRST_MICROBATCH, None)  # a host value that passes through: eager parts get this call's
+        env.update(made)
 
     def _gather(self, env: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that the part reads, each once. Structures were checked where the values came from (the call, an
