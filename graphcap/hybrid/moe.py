@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from graphcap.hybrid.config import HybridConfig
 from graphcap.hybrid.layers import HybridLayer, SwiGLU, normal
+from graphcap.hybrid.tracker import LayerTracker, attach_loss, router_losses
 from graphcap.partial_layer import EAGER, GRAPHED, Part
 
 Routed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -24,12 +25,17 @@ class MoELayer(HybridLayer):
     Three parts: "route" (norm, router, rows sorted by expert) and "combine" (back in token order, weighted sum,
     residual) have static shapes, tokens * top_k rows in all, and are graphed. "experts" is eager: how many rows an
     expert gets is known from the data alone. An expert without rows is not run: the gradients of its weights stay None.
+
+    In training mode the router's losses (see `HybridConfig`) hang on the weights, and `tracker`, if it has one, adds up
+    what they were at `slot`.
     """
 
     symbol = "E"
 
     def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0) -> None:
         super().__init__(config, layer_number, logical_index)
+        self.tracker: LayerTracker | None = None
+        self.slot = layer_number - 1
         self.router_weight = normal((config.experts, config.hidden), config, dtype=config.exact_dtype)
         if config.expert_gemm == "grouped":
             self.grouped = GroupedSwiGLU(config.experts, config.expert_ffn, config)
@@ -52,7 +58,8 @@ class MoELayer(HybridLayer):
         """
         config = self.config
         tokens = self.norm(hidden).flatten(0, 1)
-        probs = torch.softmax(F.linear(tokens.to(config.exact_dtype), self.router_weight), dim=-1)
+        logits = F.linear(tokens.to(config.exact_dtype), self.router_weight)
+        probs = torch.softmax(logits, dim=-1)
         # Only the choice is taken from topk: the backward of its values is a scatter, that of the product below is not.
         chosen = probs.detach().topk(config.top_k, dim=-1).indices
         visits = chosen.unsqueeze(-1) == torch.arange(config.experts, device=hidden.device)  # [T, k, experts]
@@ -62,7 +69,21 @@ class MoELayer(HybridLayer):
         order = torch.argsort(chosen.flatten(), stable=True)
         inverse = torch.argsort(order)
         rows = permute_rows(tokens, order, inverse, config.top_k)
-        return rows, visits.sum((0, 1)), weights, order, inverse
+        counts = visits.sum((0, 1))
+        if self.training:
+            weights = self.track(logits, probs, counts, weights)
+        return rows, counts, weights, order, inverse
+
+    def track(self, logits: Tensor, probs: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
+        """`weights` with the router's losses attached; values and counts go to the tracker. All on the device."""
+        for metric, coefficient, loss in router_losses(self.config, logits, probs, counts):
+            scale = None if self.tracker is None else self.tracker.loss_scale
+            weights = attach_loss(weights, coefficient * loss, scale)
+            if self.tracker is not None:
+                self.tracker.record(metric, self.slot, loss)
+        if self.tracker is not None and self.config.router_statistics:
+            self.tracker.record_rows(self.slot, counts)
+        return weights
 
     def experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Each expert on its rows, [T * k, hidden] to the same. The loop reads `counts` on the host."""
