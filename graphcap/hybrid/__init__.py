@@ -5,12 +5,14 @@ Plain torch; the library's first client, and the ground for its tests.
 
 from graphcap.hybrid.attention import AttentionLayer
 from graphcap.hybrid.config import HybridConfig
+from graphcap.hybrid.expert_parallel import ExpertParallel
 from graphcap.hybrid.layers import HybridLayer, MLPLayer
 from graphcap.hybrid.mamba import MambaLayer
 from graphcap.hybrid.model import HybridChunk, HybridModel, HybridOutput
-from graphcap.hybrid.moe import MoELayer
+from graphcap.hybrid.moe import MoELayer, shard_experts
 from graphcap.hybrid.pattern import Pattern, PatternLayer, Segment
 from graphcap.hybrid.stack import LayerGroup
+from graphcap.hybrid.wgrad import delayed_wgrad
 
 __all__ = [
     "Pattern",
@@ -25,5 +27,8 @@ __all__ = [
     "AttentionLayer",
     "MLPLayer",
     "MoELayer",
+    "ExpertParallel",
+    "shard_experts",
+    "delayed_wgrad",
     "LayerGroup",
 ]

@@ -198,8 +198,10 @@ def test_parts() -> None:
         (GRAPHED, "0.embed"),
         (GRAPHED, "0.whole"),
         (GRAPHED, "1.layers.0.whole"),
+        (GRAPHED, "1.layers.1.normalise"),
         (GRAPHED, "1.layers.1.route"),
-        (EAGER, "1.layers.1.experts"),
+        (GRAPHED, "1.layers.1.preprocess"),
+        (EAGER, "1.layers.1.exchange"),
         (GRAPHED, "1.layers.1.combine"),
         (GRAPHED, "2.whole"),
         (GRAPHED, "0.head"),
@@ -284,6 +286,6 @@ def test_experts_are_skipped_and_counts_move() -> None:
     seen = set()
     for seed in range(3):
         tokens = torch.randint(0, 256, (1, 6), generator=torch.Generator().manual_seed(seed))
-        seen.add(tuple(layer.route(model.embed(tokens))[1].tolist()))  # type: ignore[operator]
+        seen.add(tuple(layer.before_dispatch(model.embed(tokens))[1].tolist()))  # type: ignore[operator]
     assert len(seen) == 3
     assert all(0 in counts for counts in seen)
