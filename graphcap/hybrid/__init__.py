@@ -10,8 +10,10 @@ from graphcap.hybrid.layers import HybridLayer, MLPLayer
 from graphcap.hybrid.mamba import MambaLayer
 from graphcap.hybrid.model import HybridChunk, HybridModel, HybridOutput
 from graphcap.hybrid.moe import MoELayer, shard_experts
+from graphcap.hybrid.mtp import MTPBlock, MTPDepth
 from graphcap.hybrid.pattern import Pattern, PatternLayer, Segment
 from graphcap.hybrid.stack import LayerGroup
+from graphcap.hybrid.tracker import LayerTracker, Metric, TrackerReport
 from graphcap.hybrid.wgrad import delayed_wgrad
 
 __all__ = [
@@ -31,4 +33,9 @@ __all__ = [
     "shard_experts",
     "delayed_wgrad",
     "LayerGroup",
+    "MTPBlock",
+    "MTPDepth",
+    "LayerTracker",
+    "TrackerReport",
+    "Metric",
 ]

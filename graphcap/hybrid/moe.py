@@ -14,7 +14,8 @@ from graphcap.errors import PlanError
 from graphcap.hybrid.config import HybridConfig
 from graphcap.hybrid.expert_parallel import ALONE, ExpertParallel, Layout, agree, send, send_back
 from graphcap.hybrid.layers import HybridLayer, SwiGLU, normal
-from graphcap.hybrid.recompute import DiscardedOutput
+from graphcap.hybrid.recompute import DiscardedOutput, is_recomputing
+from graphcap.hybrid.tracker import LayerTracker, attach_loss, router_losses
 from graphcap.hybrid.wgrad import WgradQueue, grouped_product, set_delayed
 from graphcap.partial_layer import EAGER, Part
 
@@ -36,6 +37,9 @@ class MoELayer(HybridLayer):
     data alone. An expert without rows is not run: the gradients of its weights stay None.
 
     `parallel` says which experts live on this rank: see `shard_experts`.
+
+    In training mode the router's losses (see `HybridConfig`) hang on its weights, and `tracker`, if there is one, adds up
+    what they were at `slot`.
     """
 
     symbol = "E"
@@ -43,6 +47,8 @@ class MoELayer(HybridLayer):
     def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0) -> None:
         super().__init__(config, layer_number, logical_index)
         self.parallel = ALONE
+        self.tracker: LayerTracker | None = None
+        self.slot = layer_number - 1
         self.router_weight = normal((config.experts, config.hidden), config, dtype=config.exact_dtype)
         if config.expert_gemm == "grouped":
             self.grouped = GroupedSwiGLU(config.experts, config.expert_ffn, config)
@@ -104,12 +110,27 @@ class MoELayer(HybridLayer):
         """The router: weights [tokens, top_k], in at least float32, and chosen, int64 [tokens, top_k]."""
         config = self.config
         router_weight = self.router_weight if router_weight is None else router_weight
-        probs = torch.softmax(F.linear(normed.to(config.exact_dtype), router_weight), dim=-1)
+        logits = F.linear(normed.to(config.exact_dtype), router_weight)
+        probs = torch.softmax(logits, dim=-1)
         # Only the choice is taken from topk: the backward of its values is a scatter, that of the product below is not.
         chosen = probs.detach().topk(config.top_k, dim=-1).indices
         picked = (probs.unsqueeze(1) * self._visits(chosen)).sum(-1)
         # One choice renormalised would always weigh 1, and the router would get no gradient.
-        return (picked / picked.sum(-1, keepdim=True) if config.top_k > 1 else picked), chosen
+        weights = picked / picked.sum(-1, keepdim=True) if config.top_k > 1 else picked
+        return (self._track(logits, probs, chosen, weights) if self.training else weights), chosen
+
+    def _track(self, logits: Tensor, probs: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """`weights` with the router's losses attached; values and counts go to the tracker. All on the device."""
+        counts = self._visits(chosen).sum((0, 1))
+        tracker = None if is_recomputing() else self.tracker  # what was counted is not counted again
+        for metric, coefficient, loss in router_losses(self.config, logits, probs, counts):
+            scale = None if self.tracker is None else self.tracker.loss_scale
+            weights = attach_loss(weights, coefficient * loss, scale)
+            if tracker is not None:
+                tracker.record(metric, self.slot, loss)
+        if tracker is not None and self.config.router_statistics:
+            tracker.record_rows(self.slot, counts)
+        return weights
 
     def preprocess(self, normed: Tensor, chosen: Tensor) -> Sorted:
         """With T tokens and k = top_k, returns

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,8 +17,28 @@ from graphcap.errors import StateError
 def checkpointed(run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     """`run(hidden)`, whose intermediate values are computed again in the backward. The layers draw no random numbers, so
     that no generator state has to be kept."""
-    out: Tensor = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
+    out: Tensor = checkpoint(
+        run, hidden, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (nullcontext(), _Again())
+    )
     return out
+
+
+_recomputing = ContextVar("recomputing", default=False)
+
+
+def is_recomputing() -> bool:
+    """Whether what runs now has run before, in the forward: statistics must not count it twice."""
+    return _recomputing.get()
+
+
+class _Again:
+    """While inside, `is_recomputing()`. Entered once per backward, so more than once where a graph is retained."""
+
+    def __enter__(self) -> None:
+        _recomputing.set(True)
+
+    def __exit__(self, *_: object) -> None:
+        _recomputing.set(False)
 
 
 class DiscardedOutput:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphcap.errors import PatternError, PlanError
+from graphcap.errors import PlanError
 from graphcap.hybrid import HybridChunk, HybridConfig, HybridModel, HybridOutput, LayerGroup
 from graphcap.partial_layer import EAGER, GRAPHED, PartialLayer, flatten
 
@@ -181,12 +181,6 @@ def run_hidden(chunks: tuple[HybridChunk, ...], tokens: Tensor) -> Tensor:
 def test_chunks_refused(pattern: str, n: int, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         model_of(pattern).chunks(n)
-
-
-def test_mtp_is_refused() -> None:
-    with pytest.raises(PatternError, match="MTP layers are not built yet") as caught:
-        model_of("M*/*E")
-    assert str(caught.value).endswith("\nM*/*E\n  ^")
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
