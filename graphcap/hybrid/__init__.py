@@ -11,6 +11,8 @@ from graphcap.hybrid.mamba import MambaLayer
 from graphcap.hybrid.model import HybridChunk, HybridModel, HybridOutput
 from graphcap.hybrid.moe import MoELayer, shard_experts
 from graphcap.hybrid.mtp import MTPBlock, MTPDepth
+from graphcap.hybrid.overlap import OverlapSchedule, SchedulePlan
+from graphcap.hybrid.overlap_pipeline import PipelineOverlap
 from graphcap.hybrid.pattern import Pattern, PatternLayer, Segment
 from graphcap.hybrid.stack import LayerGroup
 from graphcap.hybrid.tracker import LayerTracker, Metric, TrackerReport
@@ -32,6 +34,9 @@ __all__ = [
     "ExpertParallel",
     "shard_experts",
     "delayed_wgrad",
+    "OverlapSchedule",
+    "SchedulePlan",
+    "PipelineOverlap",
     "LayerGroup",
     "MTPBlock",
     "MTPDepth",
