@@ -16,7 +16,7 @@ from graphcap.hybrid.expert_parallel import ALONE, ExpertParallel, Layout, agree
 from graphcap.hybrid.layers import HybridLayer, SwiGLU, normal
 from graphcap.hybrid.recompute import DiscardedOutput, is_recomputing
 from graphcap.hybrid.tracker import LayerTracker, attach_loss, router_losses
-from graphcap.hybrid.wgrad import WgradQueue, grouped_product
+from graphcap.hybrid.wgrad import WgradQueue, grouped_product, set_delayed
 from graphcap.partial_layer import EAGER, Part
 
 Routed = tuple[Tensor, Tensor]
@@ -81,12 +81,13 @@ class MoELayer(HybridLayer):
 
     # ------------------------------------------------------------------------------------------ before the rows travel
 
-    def before_dispatch(self, hidden: Tensor) -> tuple[Tensor, ...]:
+    def before_dispatch(self, hidden: Tensor, router_weight: Tensor | None = None) -> tuple[Tensor, ...]:
         """`normalise`, `shared`, `route`, `preprocess`: rows, counts, weights, order, inverse, hidden and, if there is
-        a shared expert, its result."""
+        a shared expert, its result. router_weight: this layer's own, by a caller that holds it itself, as a captured
+        slot of a schedule does (a graph reads a parameter from the captured module)."""
         normed = self.normalise(hidden)
         shared = () if self.shared_mlp is None else (self.shared(normed),)
-        weights, chosen = self.route(normed)
+        weights, chosen = self.route(normed, router_weight)
         rows, counts, order, inverse = self.preprocess(normed, chosen)
         return (rows, counts, weights, order, inverse, hidden, *shared)
 
@@ -105,10 +106,11 @@ class MoELayer(HybridLayer):
         out: Tensor = self.shared_mlp(normed)
         return out
 
-    def route(self, normed: Tensor) -> Routed:
+    def route(self, normed: Tensor, router_weight: Tensor | None = None) -> Routed:
         """The router: weights [tokens, top_k], in at least float32, and chosen, int64 [tokens, top_k]."""
         config = self.config
-        logits = F.linear(normed.to(config.exact_dtype), self.router_weight)
+        router_weight = self.router_weight if router_weight is None else router_weight
+        logits = F.linear(normed.to(config.exact_dtype), router_weight)
         probs = torch.softmax(logits, dim=-1)
         # Only the choice is taken from topk: the backward of its values is a scatter, that of the product below is not.
         chosen = probs.detach().topk(config.top_k, dim=-1).indices
@@ -227,6 +229,11 @@ class MoELayer(HybridLayer):
 
             made.register_hook(lambda _: self.outstanding.push(compute))  # type: ignore[no-untyped-call]
         return made
+
+    def delay_experts(self, delayed: bool) -> None:
+        """Delay the routed experts' weight gradients, or don't; those of the shared expert stay as they are."""
+        set_delayed(self.grouped if self.config.expert_gemm == "grouped" else self.expert_mlps, delayed)
+        self.delayed = delayed
 
     def backward_dw(self) -> None:
         """The delayed weight gradients of one backward: routed experts, then shared."""
