@@ -42,6 +42,7 @@ class PreDispatch(PartialLayer):
             self.add_module(f"layer{place}", layer)
         if moe is not None:
             self.norm, self.shared_mlp, self.router_weight = moe.norm, moe.shared_mlp, moe.router_weight
+            self.tracker = moe.tracker  # capture puts its sums back
         self._before, self._moe = tuple(before), (moe,)
         self.makes: tuple[str, ...] = ("hidden",)
         if moe is not None:

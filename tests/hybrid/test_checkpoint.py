@@ -229,7 +229,7 @@ def test_extra_state_that_holds_something(tmp_path: Path) -> None:
     model = model_of("*-")
     entries = {key: piece.published() for key, piece in pieces_of(model).items()}
     write(entries | {"decoder.layers.1.mlp.linear_fc1._extra_state": torch.ones(3)}, tmp_path, None)
-    with pytest.raises(StateError, match="linear_fc1._extra_state holds the state of a quantised module"):
+    with pytest.raises(StateError, match=r"linear_fc1\._extra_state holds the state of a quantised module"):
         load(model, tmp_path)
 
 
