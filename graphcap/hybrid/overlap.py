@@ -22,7 +22,7 @@ from graphcap.errors import PlanError, ReplayOrderError
 from graphcap.hybrid.model import HybridChunk, HybridOutput
 from graphcap.hybrid.overlap_graphs import GraphNode, PreDispatchGraphs
 from graphcap.hybrid.schedule_nodes import Issued, Node, Slot, Streams, Value, Watch
-from graphcap.hybrid.schedule_units import Unit, build_unit, group_layers
+from graphcap.hybrid.schedule_units import Unit, chunk_units
 from graphcap.hybrid.wgrad import discard_outstanding, set_delayed
 
 Batch = tuple[Tensor, Tensor]
@@ -62,10 +62,12 @@ class SchedulePlan:
     """One microbatch of one chunk, ready to be run slot by slot: see `OverlapSchedule.build_schedule_plan`.
 
     output: the loss and logits of the last chunk's forward, once it has run. last: where the microbatch is now.
+    across: values that later units or the head read, of MTP: `ahead_<depth>`, embeddings, and `hidden_<depth>`.
     """
 
     chunk: int
     microbatch: int
+    is_first: bool
     pre: Node | None
     units: list[UnitRun]
     post: Node | None
@@ -73,6 +75,7 @@ class SchedulePlan:
     first: Value = field(default_factory=lambda: Value(None))
     entry: Value = field(default_factory=lambda: Value(None))
     last: Value = field(default_factory=lambda: Value(None))
+    across: dict[str, Value] = field(default_factory=dict)
     output: HybridOutput | None = None
     scaled: Value | None = None
     done: bool = False
@@ -150,13 +153,7 @@ class OverlapSchedule:
         self.units = self._units(pre_graphed=False)
 
     def _units(self, *, pre_graphed: bool) -> tuple[tuple[Unit, ...], ...]:
-        return tuple(
-            tuple(
-                build_unit(layers, pre_graphed=pre_graphed)
-                for layers in group_layers(list(chunk.decoder.layers), regroup=self.regroup)
-            )
-            for chunk in self.chunks
-        )
+        return tuple(chunk_units(chunk, regroup=self.regroup, pre_graphed=pre_graphed) for chunk in self.chunks)
 
     def clear_trace(self) -> None:
         self.trace.clear()
@@ -193,19 +190,30 @@ class OverlapSchedule:
                 slot_1 = nodes["pre_dispatch"].slot
                 nodes["pre_dispatch"] = self.graphs.node(slot_1, chunk, place, microbatch, self.streams, event)
             units.append(UnitRun(place, nodes, note))
+        first = is_first(module)
         pre = None
         if module.embedding is not None:
             if tokens is None:
-                raise PlanError("build_schedule_plan: the first chunk needs tokens")
-            pre = node(Slot("pre_process", "compute", module.embed, ("tokens",), ("hidden",)), "")
+                raise PlanError("build_schedule_plan: the first chunk, and the last one of a model with MTP, need tokens")
+            pre = node(_embedding(module, first), "")
         post = None
         if module.output_layer is not None:
             if labels is None:
                 raise PlanError("build_schedule_plan: the last chunk needs labels")
-            post = node(Slot("post_process", "compute", _loss(module, labels, scale), ("hidden",), _LOSS), "")
-        plan = SchedulePlan(chunk, microbatch, pre, units, post, event)
+            post = node(_head(module, tokens, labels, scale), "")
+        plan = SchedulePlan(chunk, microbatch, first, pre, units, post, event)
         plan.first = Value(tokens)
         return plan
+
+    def forward_step(
+        self, microbatch: int, tokens: Tensor, labels: Tensor, *, return_schedule_plan: bool = False, scale: float = 1.0
+    ) -> SchedulePlan | HybridOutput:
+        """What a training loop calls per microbatch: the model's output, or (return_schedule_plan) the plan that `run`
+        takes, of which nothing has run. Of a whole model."""
+        if return_schedule_plan:
+            return self.build_schedule_plan(microbatch, tokens, labels, scale=scale)
+        output: HybridOutput = self.chunks[0](tokens, labels)
+        return output
 
     # ----------------------------------------------------------------------------------------------------------- runs
 
@@ -249,7 +257,7 @@ class OverlapSchedule:
             self._note(f, "send", "output", "comm")
             with self.streams.on("comm", f.event):
                 send(f, f.last.content.detach())
-        if b is not None and b.pre is None and send_grad is not None:
+        if b is not None and not b.is_first and send_grad is not None:
             assert b.entry.grad is not None
             self._note(b, "send", "grad", "compute")
             send_grad(b, b.entry.grad)
@@ -322,7 +330,8 @@ class OverlapSchedule:
         units = self._units(pre_graphed=True)
         order = self._pre_dispatch_steps(microbatches, units[0])
         sample = module.embed(tokens).detach().requires_grad_()
-        self.graphs = PreDispatchGraphs(units[0], order, sample, self.delay_wgrad, backend, options)
+        graphs = PreDispatchGraphs(units[0], order, sample, self.delay_wgrad, backend, options)
+        self.graphs = graphs
         self.units = units
 
     def _pre_dispatch_steps(self, microbatches: int, units: Sequence[Unit]) -> list[tuple[str, int, int]]:
@@ -361,7 +370,10 @@ class OverlapSchedule:
     def _begin_forward(self, plan: SchedulePlan, receive: Callable[[SchedulePlan], Tensor] | None) -> None:
         if plan.pre is not None:
             self._note(plan, "fwd", "pre_process", "compute")
-            (plan.last,) = plan.pre.forward([plan.first])
+            made = plan.pre.forward([plan.first])
+            plan.across = dict(zip(plan.pre.slot.makes, made, strict=True))
+        if plan.is_first:
+            plan.last = plan.across.pop("hidden")
         else:
             if receive is None:
                 raise PlanError("run(): a chunk that is not the first needs `receive`")
@@ -372,18 +384,20 @@ class OverlapSchedule:
     @staticmethod
     def _enter(plan: SchedulePlan | None, unit: UnitRun) -> None:
         assert plan is not None
-        unit.values = {"hidden": plan.last}
+        unit.values = {**plan.across, "hidden": plan.last}
 
     @staticmethod
     def _leave(plan: SchedulePlan | None, unit: UnitRun) -> None:
         assert plan is not None
         plan.last = unit.values["hidden"]
+        plan.across.update((name, value) for name, value in unit.values.items() if name.startswith("hidden_"))
         unit.values = {}
 
     def _post_process(self, plan: SchedulePlan) -> None:
         assert plan.post is not None
         self._note(plan, "fwd", "post_process", "compute")
-        scaled, loss, logits = plan.post.forward([plan.last])
+        given = {**plan.across, "hidden": plan.last}
+        scaled, loss, logits = plan.post.forward([given[name] for name in plan.post.slot.reads])
         plan.scaled = scaled
         plan.output = HybridOutput(loss.content.detach(), logits.content.detach())
 
@@ -407,7 +421,7 @@ class OverlapSchedule:
         if plan.pre is not None:
             self._note(plan, "bwd", "pre_process", "compute")
             plan.pre.backward()
-        plan.units, plan.last, plan.entry, plan.scaled = [], Value(None), Value(None), None
+        plan.units, plan.last, plan.entry, plan.scaled, plan.across = [], Value(None), Value(None), None, {}
 
 
 class _Dry:
@@ -427,13 +441,37 @@ class _Dry:
         return self.delayed
 
 
-_LOSS = ("scaled", "loss", "logits")
+def is_first(chunk: HybridChunk) -> bool:
+    """Whether the chunk begins with tokens; with MTP the last one has an embedding too, of its own use."""
+    return chunk.inputs.startswith("tokens")
 
 
-def _loss(module: HybridChunk, labels: Tensor, scale: float) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
-    def run(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        output = module.head(hidden, labels)
+def _embedding(chunk: HybridChunk, first: bool) -> Slot:
+    """The embeddings of the tokens and, for MTP, of those ahead: one node, so that the weight's gradients are added up
+    as eager adds them."""
+    ahead = () if chunk.mtp is None else tuple(f"ahead_{depth.depth}" for depth in chunk.mtp.depths())
+
+    def run(tokens: Tensor) -> Tensor | tuple[Tensor, ...]:
+        made = [chunk.embed(tokens)] if first else []
+        if ahead:
+            later = chunk.embed_ahead(tokens)
+            made += later if isinstance(later, tuple) else (later,)
+        return tuple(made) if len(made) > 1 else made[0]
+
+    return Slot("pre_process", "compute", run, ("tokens",), (*(("hidden",) if first else ()), *ahead))
+
+
+def _head(chunk: HybridChunk, tokens: Tensor | None, labels: Tensor, scale: float) -> Slot:
+    """The loss as a node of its own."""
+    depths = 0 if chunk.mtp is None else len(list(chunk.mtp.depths()))
+
+    def run(*hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if depths:
+            output = chunk.mtp_head(chunk.join(*hidden), labels, None, tokens, None, None)
+        else:
+            output = chunk.head(hidden[0], labels)
         assert output.loss is not None
         return output.loss * scale, output.loss, output.logits
 
-    return run
+    reads = tuple(f"hidden_{depth}" for depth in range(depths + 1)) if depths else ("hidden",)
+    return Slot("post_process", "compute", run, reads, ("scaled", "loss", "logits"))

@@ -35,7 +35,7 @@ class PreDispatchGraphs:
         options = {"config": CaptureConfig(), **options}
         self.graphed = capture(
             tuple(units[place].pre for place in places),
-            tuple((sample.clone().requires_grad_(),) for _ in places),
+            tuple(tuple(sample.clone().requires_grad_() for _ in _reads(units[place])) for place in places),
             order=Order(steps),
             backend=backend,
             **options,
@@ -51,6 +51,11 @@ class PreDispatchGraphs:
         self.graphed.reset()
 
 
+def _reads(unit: Unit) -> tuple[str, ...]:
+    assert unit.pre is not None
+    return unit.pre.reads
+
+
 @dataclass(slots=True)
 class GraphNode:
     """Slot 1 of one microbatch, by graphs; as `Node` otherwise. Its outputs lie in the graphs' memory."""
@@ -61,24 +66,24 @@ class GraphNode:
     microbatch: int
     streams: Streams
     event: torch.cuda.Event | None
-    _input: Value | None = None
+    _inputs: tuple[Value, ...] = ()
     _outputs: tuple[Value, ...] = ()
 
     def _step(self, phase: Phase) -> Step:
         return Step(phase, self.chunk, self.microbatch)
 
     def forward(self, inputs: Sequence[Value]) -> tuple[Value, ...]:
-        (self._input,) = inputs
-        hidden = self._input.content
+        self._inputs = tuple(inputs)
         with self.streams.on("compute", self.event):
-            self.streams.used_here(hidden, self._input.stream, "compute")
-            made = self.graphs.graphed.forward(self._step(Phase.F), hidden.detach().requires_grad_())
+            for value in inputs:
+                self.streams.used_here(value.content, value.stream, "compute")
+            leaves = [value.content.detach().requires_grad_() for value in inputs]
+            made = self.graphs.graphed.forward(self._step(Phase.F), *leaves)
         contents = (made,) if len(self.slot.makes) == 1 else made
         self._outputs = tuple(Value(content, "compute", static=True) for content in contents)
         return self._outputs
 
     def backward(self) -> None:
-        assert self._input is not None
         graphed = self.graphs.graphed
         with self.streams.on("compute", self.event):
             grads = []
@@ -87,11 +92,12 @@ class GraphNode:
                     self.streams.used_here(value.grad, value.grad_stream, "compute")
                     grads.append(value.grad)
             if self.graphs.delayed:
-                (found,) = graphed.input_grad(self._step(Phase.I), *grads)
+                found = graphed.input_grad(self._step(Phase.I), *grads)
             else:
-                (found,) = graphed.backward(self._step(Phase.B), *grads)
-            self._input.add_grad(found, "compute", self.streams)
-        self._input, self._outputs = None, ()
+                found = graphed.backward(self._step(Phase.B), *grads)
+            for value, grad in zip(self._inputs, found, strict=True):
+                value.add_grad(grad, "compute", self.streams)
+        self._inputs, self._outputs = (), ()
 
     def backward_dw(self) -> bool:
         """The W step; False where the backward has computed weight gradients already."""

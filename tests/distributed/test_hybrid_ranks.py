@@ -18,13 +18,15 @@ from graphcap.hybrid import ExpertParallel, HybridConfig, HybridModel, MoELayer,
 from graphcap.hybrid.expert_parallel import agree, send, send_back
 from graphcap.hybrid.overlap import OverlapSchedule
 from graphcap.hybrid.overlap_pipeline import PipelineOverlap
-from graphcap.testing import compare
+from graphcap.testing import compare, deterministic
 from tests.hybrid.overlap_twin import COVERING, OTHERS, Case, batches_of, model_of, plain_step, run_beside_twin
 
 
 def join(rank: int, port: int, backend: str, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(backend, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     try:
         work(*arguments)
@@ -137,13 +139,14 @@ def exchanges(cases: list[Case]) -> None:
     run_beside_twin(COVERING[6], 5, sharded=True, graphs=True)
 
 
-def long_runs(covering: list[Case], others: list[Case]) -> None:
-    for case in covering:
-        run_beside_twin(case, 100, sharded=True)
-        if not case.norm:
-            run_beside_twin(case, 100, sharded=True, graphs=True)
-    for case in others:
-        run_beside_twin(case, 5, sharded=True, early_release=case.shared, delayed_twin=True)
+def long_runs(covering: list[Case], others: list[Case], device: str = "cpu") -> None:
+    with deterministic(device):
+        for case in covering:
+            run_beside_twin(case, 100, sharded=True, device=device)
+            if not case.norm:
+                run_beside_twin(case, 100, sharded=True, graphs=True, device=device)
+        for case in others:
+            run_beside_twin(case, 5, sharded=True, early_release=case.shared, delayed_twin=True, device=device)
 
 
 def pipelines(cases: list[tuple[str, int, bool]]) -> None:

@@ -24,9 +24,10 @@ class Case:
     shared: bool
     delay: bool
     norm: bool
+    mtp: bool = False
 
     def __str__(self) -> str:
-        words = [word for word in ("shared", "delay", "norm") if getattr(self, word)]
+        words = [word for word in ("shared", "delay", "norm", "mtp") if getattr(self, word)]
         return "-".join([self.pattern, *words])
 
 
@@ -34,27 +35,27 @@ class Case:
 COVERING = tuple(
     Case(pattern, *map(bool, flags))
     for pattern, *flags in (
-        ("[*E][*E]", 0, 0, 0),
-        ("[*E][*E]", 1, 1, 1),
-        ("[M*E]", 0, 1, 1),
-        ("[M*E]", 1, 0, 0),
-        ("*E", 0, 0, 1),
-        ("*E", 1, 1, 0),
-        ("[*-][*E]", 0, 1, 0),
-        ("[*-][*E]", 1, 0, 1),
-        ("E", 0, 0, 1),
-        ("E", 1, 1, 0),
+        ("[*E][*E]", 0, 0, 0, 0),
+        ("[*E][*E]", 1, 1, 1, 1),
+        ("[M*E]", 0, 1, 1, 0),
+        ("[M*E]", 1, 0, 0, 1),
+        ("*E", 0, 0, 1, 1),
+        ("*E", 1, 1, 0, 0),
+        ("[*-][*E]", 0, 1, 0, 1),
+        ("[*-][*E]", 1, 0, 1, 0),
+        ("E", 0, 0, 1, 0),
+        ("E", 1, 1, 0, 1),
     )
 )
 OTHERS = tuple(
-    case for case in (Case(p, *flags) for p, *flags in product(PATTERNS, *[(False, True)] * 3)) if case not in COVERING
+    case for case in (Case(p, *flags) for p, *flags in product(PATTERNS, *[(False, True)] * 4)) if case not in COVERING
 )
 
 
 def model_of(case: Case, device: str = "cpu", **values: object) -> HybridModel:
     torch.manual_seed(11)
     config = HybridConfig(
-        pattern=case.pattern,
+        pattern=case.pattern + ("/*E" if case.mtp else ""),
         vocab=64,
         hidden=16,
         head_dim=4,
@@ -85,9 +86,14 @@ def plain_step(model: HybridModel, batches: Sequence[tuple[Tensor, Tensor]], del
             loss = model(tokens, labels).loss
             (loss * (1 / len(batches))).backward()
             if delay:
+                for _ in range(1 if model.mtp is None else 2):
+                    model.output_layer.backward_dw()  # type: ignore[union-attr]
+                for depth in model.mtp.depths() if model.mtp is not None else ():
+                    depth.eh_proj.backward_dw()
+                    for layer in depth.physical_layers():
+                        layer.backward_dw()
                 for layer in reversed(list(model.decoder.layers)):
                     layer.backward_dw()
-                model.output_layer.backward_dw()  # type: ignore[union-attr]
             losses.append(loss.detach())
     return losses
 
@@ -151,6 +157,8 @@ def run_beside_twin(
             optimizer.step()
         for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
             assert torch.equal(mine, theirs), f"{case}, step {step}: weight {name}"
+        for (name, mine), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
+            assert torch.equal(mine, theirs), f"{case}, step {step}: buffer {name}"
     assert got == set(start)
     still = {name for name, p in model.named_parameters() if torch.equal(p, start[name])}
     # In bfloat16 a small step from 1 is rounded away.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from graphcap import Order, Step
 from graphcap.errors import PlanError, ReplayOrderError, StateError
-from graphcap.hybrid import HybridConfig, HybridModel
-from graphcap.hybrid.overlap import OverlapSchedule
+from graphcap.hybrid import HybridConfig, HybridModel, HybridOutput
+from graphcap.hybrid.overlap import OverlapSchedule, SchedulePlan
 from graphcap.hybrid.overlap_pipeline import overlapped_pairs
 from graphcap.hybrid.schedule_nodes import Slot
 from graphcap.hybrid.schedule_units import build_unit, group_layers
@@ -25,7 +25,7 @@ def test_overlap_is_the_plain_schedule(case: Case) -> None:
     run_beside_twin(case, 20, early_release=case.shared, regroup=case.delay)
 
 
-@pytest.mark.parametrize("case", [COVERING[3], COVERING[5], COVERING[6]], ids=str)
+@pytest.mark.parametrize("case", [COVERING[5], COVERING[6]], ids=str)
 def test_graphs_under_overlap(case: Case) -> None:
     schedule = run_beside_twin(case, 20, graphs=True, early_release=case.shared, regroup=case.delay)
     assert schedule.graphs is not None
@@ -45,6 +45,46 @@ def test_overlap_100_iterations(case: Case, graphs: bool) -> None:
 @pytest.mark.parametrize("case", OTHERS, ids=str)
 def test_overlap_other_combinations(case: Case) -> None:
     run_beside_twin(case, 5, graphs=not case.norm, delayed_twin=True)
+
+
+def test_router_losses_and_their_tracker() -> None:
+    case = Case("[*E]E", shared=True, delay=True, norm=False, mtp=True)
+    schedule = run_beside_twin(case, 5, aux_loss=0.01, z_loss=0.01)
+    report = schedule.chunks[0].tracker.report()  # type: ignore[union-attr]
+    assert report.aux_loss.records == 5 * 3 * 3
+    assert report.mtp_loss.records == 5 * 3
+
+
+@pytest.mark.parametrize("pattern", ["[*E]/*E/*E", "/*E", "M-/M-E"])
+def test_mtp_depths_are_units(pattern: str) -> None:
+    run_beside_twin(Case(pattern, shared=False, delay=True, norm=True), 3)
+
+
+def test_units_of_mtp() -> None:
+    schedule = OverlapSchedule(model_of(Case("[*E]/M-E/M-E", False, False, False)))
+    units = schedule.units[0]
+    assert [unit.text for unit in units] == ["*E", "M-", "E", "M-", "E"]
+    first, last = units[1], units[2]
+    assert first.slots[0] is not None
+    assert (first.slots[0].reads, first.slots[0].makes) == (("hidden", "ahead_1"), ("hidden", "hidden_0"))
+    assert last.slots[4] is not None
+    assert last.slots[4].makes == ("hidden", "hidden_1")
+    assert units[3].slots[0] is not None
+    assert units[3].slots[0].makes == ("hidden",)  # the final norm runs once, in the first depth
+
+
+def test_forward_step_gives_a_plan_or_the_output() -> None:
+    schedule = OverlapSchedule(model_of(Case("[*E]", False, False, False)))
+    (tokens, labels), *_ = batches_of(0)
+    output = schedule.forward_step(0, tokens, labels)
+    plan = schedule.forward_step(0, tokens, labels, return_schedule_plan=True)
+    assert isinstance(plan, SchedulePlan)
+    assert schedule.trace == []
+    schedule.run(plan, None)
+    assert plan.output is not None
+    assert isinstance(output, HybridOutput)
+    assert torch.equal(plan.output.loss, output.loss)  # type: ignore[arg-type]
+    assert torch.equal(plan.output.logits, output.logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
