@@ -4,8 +4,11 @@ Plain torch; the library's first client, and the ground for its tests.
 """
 
 from graphcap.hybrid.attention import AttentionLayer
+from graphcap.hybrid.checkpoint import load, save
 from graphcap.hybrid.config import HybridConfig
+from graphcap.hybrid.conversion import Conversion, convert
 from graphcap.hybrid.expert_parallel import ExpertParallel
+from graphcap.hybrid.gpt import GPTModel
 from graphcap.hybrid.layers import HybridLayer, MLPLayer
 from graphcap.hybrid.mamba import MambaLayer
 from graphcap.hybrid.model import HybridChunk, HybridModel, HybridOutput
@@ -43,4 +46,9 @@ __all__ = [
     "LayerTracker",
     "TrackerReport",
     "Metric",
+    "GPTModel",
+    "save",
+    "load",
+    "convert",
+    "Conversion",
 ]

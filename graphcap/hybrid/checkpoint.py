@@ -134,7 +134,8 @@ def read(folder: Path, keys: list[str]) -> dict[str, Any]:
     if state:
         try:
             with _quiet():
-                dcp_load(state, storage_reader=FileSystemReader(folder), planner=_Planner(flatten_state_dict=False), no_dist=True)
+                planner = _Planner(flatten_state_dict=False)
+                dcp_load(state, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
         except CheckpointException as error:
             what = f"{folder}: the checkpoint could not be read, nothing has been loaded"
             raise StateError(f"{what}: {_causes(error)}") from error

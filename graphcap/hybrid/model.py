@@ -163,6 +163,8 @@ class HybridChunk(PartialLayer):
         output_processor_context: Any = None,
     ) -> Any:
         """The end of a model without MTP layers, final norm included."""
+        if self.mtp is not None:
+            raise PlanError("head() of a model with MTP layers would leave them out: they end in normed ... mtp_head")
         return self.postprocess(
             self.normed(hidden),
             chunks=1,

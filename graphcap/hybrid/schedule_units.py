@@ -58,7 +58,7 @@ class PreDispatch(PartialLayer):
             self.add_module(f"layer{place}", layer)
         if moe is not None:
             self.norm, self.shared_mlp, self.router_weight = moe.norm, moe.shared_mlp, moe.router_weight
-            self.tracker = moe.tracker
+            self.tracker = moe.tracker  # capture puts its sums back
         if entrance is not None:
             self.final_norm = entrance.final_norm
             self.enorm, self.hnorm = entrance.depth.enorm, entrance.depth.hnorm

@@ -171,6 +171,13 @@ def test_chunks_are_said_and_not_guessed() -> None:
         model.postprocess(states, chunks=3, labels=labels, tokens=tokens)
 
 
+def test_head_does_not_leave_mtp_out() -> None:
+    """A schedule that knows no MTP would otherwise train without it, and say nothing."""
+    model = model_of("M/*-")
+    with pytest.raises(PlanError, match="would leave them out"):
+        model.head(torch.zeros(1, 4, 32))
+
+
 def test_the_last_chunk_needs_tokens() -> None:
     first, last = model_of("M|*/*-").chunks()
     tokens, labels = batch()
