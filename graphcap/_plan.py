@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from graphcap._delayed import owners_of
+from graphcap._guards import modules_of
 from graphcap._tensors import CallSpec
+from graphcap._time_hooks import NO_HOOKS, TimeHooks
 from graphcap.config import CaptureConfig
 from graphcap.errors import CutError, PlanError
 from graphcap.order import Order, SlotMap, assign_slots
@@ -79,7 +82,10 @@ class CapturePlan:
 
     parts: every part of every chunk, in order. breaks: the EAGER ones. slots: how many sets of static buffers.
     graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1). static_bytes: memory that
-    the static buffers take, known once recording is done (0 before).
+    the static buffers take, known once recording is done (0 before); shared_bytes: what it would be more if every
+    microbatch had buffers of its own. hooks: what runs around warm-up and recording. alias_parameters: ids of parameters
+    whose gradient is handed out as the static buffer itself. pools: of every slot, the number of its memory pool (empty:
+    each has its own).
     """
 
     units: tuple[UnitPlan, ...]
@@ -89,6 +95,13 @@ class CapturePlan:
     config: CaptureConfig
     strict: bool
     static_bytes: int = 0
+    shared_bytes: int = 0
+    hooks: TimeHooks = NO_HOOKS
+    alias_parameters: frozenset[int] = frozenset()
+    pools: tuple[int, ...] = ()
+
+    def pool_of(self, slot: int) -> int:
+        return self.pools[slot] if self.pools else slot
 
     @property
     def parts(self) -> tuple[PartPlan, ...]:
@@ -191,6 +204,8 @@ def build_callables(
     *,
     given_order: bool,
     share_slots: bool,
+    hooks: TimeHooks = NO_HOOKS,
+    alias_parameters: frozenset[int] = frozenset(),
 ) -> CapturePlan:
     """The plan of `make_graphed_callables`: one unit per callable; `samples[order.flat_index(chunk, microbatch, layer)]`.
 
@@ -200,8 +215,11 @@ def build_callables(
     keys = signature_keys(specs)
 
     def signature(chunk: int, microbatch: int, layer: int) -> object:
-        flat = order.flat_index(chunk, microbatch, layer)
-        return keys[flat] if share_slots else flat
+        if not share_slots:
+            return order.flat_index(chunk, microbatch, layer)
+        # Slots of a chunk's layers are taken together (see `_pools`), so chunks share where all of their layers agree.
+        layers = range(order.layers_per_chunk[chunk])
+        return tuple(keys[order.flat_index(chunk, microbatch, other)] for other in layers), layer
 
     slot_map = assign_slots(order, signature)
     units = []
@@ -210,7 +228,36 @@ def build_callables(
         for layer in range(count):
             units.append(_callable_unit(callables[index], chunk, layer, samples, specs, order, slot_map))
             index += 1
-    return CapturePlan(tuple(units), order, given_order, slot_map, config, strict=False)
+    nested = given_order and not config.retain_graph and all(_is_one_graph(unit) for unit in units)
+    return CapturePlan(
+        tuple(units),
+        order,
+        given_order,
+        slot_map,
+        config,
+        strict=False,
+        hooks=hooks,
+        alias_parameters=alias_parameters,
+        pools=_pools(order, slot_map) if nested else (),
+    )
+
+
+def _is_one_graph(unit: UnitPlan) -> bool:
+    """Whether a unit is one graphed part whose backward is done when autograd's is."""
+    return len(unit.parts) == 1 and unit.parts[0].kind is GRAPHED and not owners_of(modules_of(unit.layers))
+
+
+def _pools(order: Order, slot_map: SlotMap) -> tuple[int, ...]:
+    """One pool for the layers of a chunk: they run one inside the other (forwards up, backwards down), so that the scratch
+    memory and the gradients of one serve all. Only where slots are always taken together; else each has its own."""
+    group_of: dict[int, tuple[int, ...]] = {}
+    for chunk, count in enumerate(order.layers_per_chunk):
+        for microbatch in range(order.microbatches):
+            group = tuple(sorted(slot_map.slot_of(chunk, microbatch, layer) for layer in range(count)))
+            if any(group_of.setdefault(slot, group) != group for slot in group):
+                return ()
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(group_of[slot] for slot in sorted(group_of)))}
+    return tuple(numbers[group_of[slot]] for slot in range(slot_map.count))
 
 
 def _callable_unit(
@@ -243,7 +290,8 @@ def _program(layers: Layers) -> tuple[Layers, Program]:
     """What an eager run calls, and the program to capture."""
     if len(layers) > 1 or not isinstance(layers[0], torch.nn.Module):
         return layers, flatten(layers)
-    forward = layers[0].forward  # bound now: the drop-in replaces the attribute later
+    # Bound now: the drop-in replaces the attribute later. It may have done so already: then what it replaced.
+    forward = getattr(layers[0].forward, "graphcap_own", layers[0].forward)
     return (forward,), flatten(layers if isinstance(layers[0], PartialLayer) else (forward,))
 
 

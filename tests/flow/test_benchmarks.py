@@ -14,6 +14,7 @@ TOY = {
     "moe_stack": "--hidden 32 --layers 2 --tokens 16 --attention math",
     "transformers_step": "--small --models qwen3_moe --tokens 16",
     "replay_overhead": "--parameters 2",
+    "dropin": "--hidden 16 --layers 3 --tokens 4 --dtype float32 --microbatches 4 6",
 }
 
 
