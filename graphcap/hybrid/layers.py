@@ -59,6 +59,10 @@ class HybridLayer(PartialLayer):
         """The layer from input to output, part after part, without recomputation of the whole."""
         return self.whole(hidden)
 
+    def need_backward_dw(self) -> bool:
+        """False: `backward_dw` passes the call on to modules below, and has no work of its own."""
+        return False
+
     def backward_dw(self) -> None:
         """The delayed weight gradients of one backward: of the linear layers, oldest first. Nothing to do where weight
         gradients are not delayed (`delayed_wgrad`); StateError where they are and none is outstanding."""
@@ -108,6 +112,10 @@ class SwiGLU(nn.Module):
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         out: Tensor = self.down(F.silu(gate) * up)
         return out
+
+    def need_backward_dw(self) -> bool:
+        """False: `backward_dw` passes the call on to modules below, and has no work of its own."""
+        return False
 
     def backward_dw(self) -> None:
         """The delayed weight gradients of one backward."""

@@ -312,6 +312,10 @@ class GroupedSwiGLU(nn.Module):
             whole = getattr(self, name)
             setattr(self, name, nn.Parameter(whole.detach()[numbers.start : numbers.stop].clone()))
 
+    def need_backward_dw(self) -> bool:
+        """Whether a backward leaves work of this module's own to `backward_dw`; asked by `graphcap.capture`."""
+        return self.delayed
+
     def backward_dw(self) -> None:
         """The delayed weight gradients of one backward: those of `down` and `gate_up`."""
         if self.delayed:

@@ -92,6 +92,10 @@ class PreDispatch(PartialLayer):
         made = (hidden,) if moe is None else moe.before_dispatch(hidden, self.router_weight)
         return made[0] if len(self.makes) == 1 else (*made, *normed)
 
+    def need_backward_dw(self) -> bool:
+        """False: `backward_dw` passes the call on to modules below, and has no work of its own."""
+        return False
+
     def backward_dw(self) -> None:
         """The shared expert's and every earlier layer's delayed weight gradients: all whose input gradients this slot's
         backward computes."""

@@ -36,6 +36,10 @@ class LayerGroup(PartialLayer):
     def parts(self) -> Sequence[Part]:
         return self._parts
 
+    def need_backward_dw(self) -> bool:
+        """False: `backward_dw` passes the call on to modules below, and has no work of its own."""
+        return False
+
     def backward_dw(self) -> None:
         """The delayed weight gradients of one backward, of every layer, the last one first."""
         for layer in reversed(self.members()):

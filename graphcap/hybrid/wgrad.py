@@ -72,6 +72,10 @@ class DelayedLinear(nn.Linear):
         out: Tensor = _Linear.apply(x, _alias(self.weight), (self.weight,), self.outstanding)  # type: ignore[no-untyped-call]
         return out
 
+    def need_backward_dw(self) -> bool:
+        """Whether a backward leaves work of this module's own to `backward_dw`; asked by `graphcap.capture`."""
+        return self.delayed
+
     def backward_dw(self) -> None:
         """Compute and add the oldest outstanding weight gradient. Nothing to do where weight gradients are not delayed;
         StateError where they are and none is outstanding."""
