@@ -46,9 +46,17 @@ class Breaks:
     targets: dict[int, Target] = field(default_factory=dict)
     entries: list[tuple[str, set[int]]] = field(default_factory=list)
     auto: bool = False
+    found: set[int] = field(default_factory=set)  # targets that "auto" has chosen
 
     def add(self, what: Any, title: str, reason: str) -> None:
         self.targets.setdefault(id(what), Target(what, title, reason))
+
+    def climb(self, target: Target, parent: nn.Module, title: str) -> None:
+        """What "auto" has chosen returns what has no static shape: take the module that contains it and its users."""
+        reason = f"auto: it contains {target.title}, whose result has another shape for other data"
+        self.targets.pop(id(target.what))
+        self.targets.setdefault(id(parent), Target(parent, title, reason))
+        self.found.add(id(parent))
 
     def functions(self) -> list[Target]:
         return [target for target in self.targets.values() if not isinstance(target.what, nn.Module)]

@@ -252,7 +252,7 @@ class Recorder:
                 with self.session.part(work.number, part.part.index):
                     yield Opened(scope)
                 close_part(running, scope, env)
-        _guards.refuse_host_effects(before, _guards.plain_attributes(modules), part.part.name)
+        _guards.refuse_host_effects(before, _guards.plain_attributes(modules), part.part.name, self._allowed(work))
         self.operations += graph.operations
         self._agree(part, running)
         outputs = [t.detach() for t in running.made]
@@ -283,6 +283,12 @@ class Recorder:
         with torch.no_grad():
             compact(static).copy_(compact(tensor.detach()))
         return static, False
+
+    def _allowed(self, work: _Work) -> set[tuple[int, str]]:
+        known = {attribute.place for attribute in work.unit.program.attributes}
+        if self.plan.config.on_replay is not None:
+            known |= _guards.declarable(_guards.modules_of(work.unit.layers))
+        return known
 
     def _agree(self, part: PartFacts, running: Running) -> None:
         specs = tuple(TensorSpec.of(t) for t in running.made)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from graphcap._plan import PartPlan, UnitPlan
 from graphcap._recompute import run_checkpointed
 from graphcap._tensors import flatten, same_constant
 from graphcap.errors import InputMismatch
-from graphcap.partial_layer import NOTHING, run_call
+from graphcap.partial_layer import NOTHING, Call, run_call
 
 
 def state_of(unit: UnitPlan, facts: UnitFacts) -> tuple[torch.Tensor, ...]:
@@ -23,23 +24,30 @@ def state_of(unit: UnitPlan, facts: UnitFacts) -> tuple[torch.Tensor, ...]:
     return tuple({id(parameter): parameter for parameter in own}.values())
 
 
+def _made(part: PartPlan, before: Callable[[Call], None] | None, *values: Any) -> list[Any]:
+    scope = {NOTHING: None, **dict(zip(part.reads, values, strict=True))}
+    for call in part.calls:
+        if before is not None:
+            before(call)
+        run_call(call, scope)
+    return [scope[name] for name in part.makes]
+
+
 def run_eager(
-    part: PartPlan, facts: PartFacts, env: dict[str, Any], state: Sequence[torch.Tensor] | None = None
+    part: PartPlan,
+    facts: PartFacts,
+    env: dict[str, Any],
+    before: Callable[[Call], None],
+    state: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Run an eager part as it is, and check that what it made is what the next graph expects. With `state` (what it may
-    read besides) it runs under torch's checkpoint."""
-
-    def run(*values: Any) -> list[Any]:
-        scope = {NOTHING: None, **dict(zip(part.reads, values, strict=True))}
-        for call in part.calls:
-            run_call(call, scope)
-        return [scope[name] for name in part.makes]
-
+    """Run an eager part as it is, and check that what it made is what the next graph expects. `before`: each call. With
+    `state` (what it may read besides) it runs under torch's checkpoint, where no attributes are to be set."""
     values = [env[name] for name in part.reads]
     if state is not None and torch.is_grad_enabled():
-        makes = run_checkpointed(part.name, run, values, (*state, *facts.buffers))
+        # Autograd keeps what is run again: `before` knows all values of the call, and would keep its last results alive.
+        makes = run_checkpointed(part.name, partial(_made, part, None), values, (*state, *facts.buffers))
     else:
-        makes = run(*values)
+        makes = _made(part, before, *values)
     leaves, structure = flatten(makes)
     if structure != facts.make_structure:
         raise InputMismatch(f"eager part {part.name} returned another structure than at capture")

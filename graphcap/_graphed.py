@@ -21,16 +21,14 @@ from graphcap import _torch_private as private
 from graphcap._capture_set import CaptureSet
 from graphcap._flight import Flight, Nest, Side, Slot
 from graphcap._plan import CapturePlan, Layers, UnitPlan
-from graphcap._quantization import Replaying
+from graphcap._quantization import FIRST_MICROBATCH, Replaying
 from graphcap._replay import BoundSet
 from graphcap._step_guard import StepGuard, read_by_eager_alone
 from graphcap._steps import Steps, run_plain
 from graphcap._tensors import flatten, tensors_of
 from graphcap.backends.base import Backend
 from graphcap.errors import ClosedError, InputMismatch, PlanError, ReplayError, ReplayOrderError, StateError
-from graphcap.order import Step
-
-FIRST_MICROBATCH = "is_first_microbatch"
+from graphcap.order import Phase, Step
 
 _disabled: ContextVar[bool] = ContextVar("graphcap_disabled", default=False)
 
@@ -113,7 +111,11 @@ class Runner:
             _guards.eager_only(modules, graphed, set().union(*(f.eager_modules for f in facts))),
             set().union(*(f.used_parameters for f in facts)),
             set().union(*(f.read_addresses for f in facts)),
-            lazy.union(read_by_eager_alone(unit.program.calls), *(f.changed_by_eager for f in facts)),
+            lazy.union(
+                {attribute.place for attribute in unit.program.attributes},
+                read_by_eager_alone(unit.program.calls),
+                *(f.changed_by_eager for f in facts),
+            ),
         )
 
     def _name_quantized_parts(self) -> None:
@@ -168,6 +170,8 @@ class Runner:
                 "Capture in the thread that runs"
             )
         if bound.slot.flight is not None:
+            if bound.slot.in_flight():
+                bound.placed.let_go()
             bound.slot.require_free(bound.title, microbatch)
             if bound.slot.was_dropped():  # a forward whose backward never ran: its step has ended all the same
                 self._check_due[number] = True
@@ -202,6 +206,8 @@ class Runner:
             slot.unit, slot.owner = number, (bound.unit.chunk, microbatch)
         try:
             value = bound.run(args, kwargs, flight, self.anchor, side)
+            if self.plan.config.on_replay is not None:
+                self.plan.config.on_replay(Step(Phase.F, self.plan.units[number].chunk, microbatch))
         except BaseException:
             self._abandon(bound, flight)
             slot.release()

@@ -302,11 +302,11 @@ def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
         yield unbound
     finally:
         for table, names in absent:
-            unbound += [table.pop(name) for name in [name for name in table if name not in names]]
+            unbound += [_memory(table.pop(name)) for name in [name for name in table if name not in names]]
         for table, name, value in bindings:
             bound = table.get(name)
             if bound is not value and isinstance(bound, torch.Tensor):
-                unbound.append(bound)
+                unbound.append(_memory(bound))
             table[name] = value
         for container, copy in containers:
             _refill(container, copy)
@@ -316,6 +316,11 @@ def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
         with torch.no_grad():
             for tensor, saved in tensors:
                 tensor.data.copy_(saved)  # .data has its own version counter: nobody's saved tensor is invalidated
+
+
+def _memory(value: Any) -> Any:
+    """A tensor's memory without its history, which would keep all that the recording saved."""
+    return value.detach() if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
 
 
 def _refill(container: Any, copy: Any) -> None:
@@ -439,13 +444,31 @@ def changed_attributes(before: Attributes, after: Attributes) -> set[tuple[int, 
     return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
 
 
-def refuse_host_effects(before: Attributes, after: Attributes, part: str) -> None:
+def declarable(modules: Iterable[nn.Module]) -> set[tuple[int, str]]:
+    """The attributes (id of the module, name) that hold plain values now, which the user's `on_replay` can change."""
+    return {
+        (id(module), name)
+        for module in (m for top in modules for m in top.modules())
+        for name, value in module.__dict__.items()
+        if name not in MODULE_TABLES and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return all(map(_is_plain, value.values())) if isinstance(value, dict) else isinstance(value, _SIMPLE)
+
+
+def refuse_host_effects(before: Attributes, after: Attributes, part: str, allowed: Container[tuple[int, str]]) -> None:
+    """allowed: (id of the module, name) of what a replay sets again."""
     for key, (label, value) in after.items():
-        if label and (key not in before or before[key][1] != value):
+        if label and key not in allowed and (key not in before or before[key][1] != value):
             raise CutError(
                 f"part {part}: its Python changes {label} at every call. Python does not run at replay, so the graph would "
-                "repeat what it did at capture. Move this work into an EAGER part, keep the value in a buffer that is "
-                "changed in place (a random choice: draw it with torch on the device), or return it as an output"
+                "repeat what it did at capture. Move this work into an EAGER part, do it in "
+                "CaptureConfig(on_replay=), keep the value in a buffer that is changed in place (a random choice: draw it "
+                "with torch on the device), or return it as an output"
             )
 
 

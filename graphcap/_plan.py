@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from graphcap._attributes import ABSENT, Attribute, WithAttributes
 from graphcap._delayed import owners_of
 from graphcap._guards import modules_of
 from graphcap._tensors import CallSpec
@@ -36,6 +38,11 @@ class PartPlan:
     def name(self) -> str:
         first, last = self.calls[0].name, self.calls[-1].name
         return first if len(self.calls) == 1 else f"{first} .. {last}"
+
+    @property
+    def hoisted(self) -> bool:
+        """Whether it was moved in front of all graphs."""
+        return self.calls[0].hoisted
 
     @property
     def reason(self) -> str | None:
@@ -80,7 +87,8 @@ class UnitPlan:
 class CapturePlan:
     """The plan of a capture: print it to see parts, breaks with their reasons, slots and bytes.
 
-    parts: every part of every chunk, in order. breaks: the EAGER ones. slots: how many sets of static buffers.
+    parts: every part of every chunk, in order. breaks: the EAGER ones, but for those that are hoisted: functions of the
+    arguments alone (a mask), which run before all graphs and cost none. slots: how many sets of static buffers.
     graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1). static_bytes: memory that
     the static buffers take, known once recording is done (0 before); shared_bytes: what it would be more if every
     microbatch had buffers of its own; recompute_saves: bytes of activations that recompute="part" does not keep between
@@ -111,7 +119,11 @@ class CapturePlan:
 
     @property
     def breaks(self) -> tuple[PartPlan, ...]:
-        return tuple(part for part in self.parts if part.kind is not GRAPHED)
+        return tuple(part for part in self.parts if part.kind is not GRAPHED and not part.hoisted)
+
+    @property
+    def hoisted(self) -> tuple[PartPlan, ...]:
+        return tuple(part for part in self.parts if part.hoisted)
 
     @property
     def slots(self) -> int:
@@ -140,12 +152,12 @@ def cut(program: Program) -> tuple[PartPlan, ...]:
     """
     runs: list[list[Call]] = []
     for call in program.calls:
-        if runs and runs[-1][0].kind is call.kind:
+        if runs and (runs[-1][0].kind, runs[-1][0].hoisted) == (call.kind, call.hoisted):
             runs[-1].append(call)
         else:
             runs.append([call])
     parts: list[PartPlan] = []
-    needed_later = set(program.outputs)
+    needed_later = set(program.ends)
     read_later: set[str] = set()
     for index in range(len(runs) - 1, -1, -1):
         calls = tuple(runs[index])
@@ -295,6 +307,42 @@ def _program(layers: Layers) -> tuple[Layers, Program]:
     # Bound now: the drop-in replaces the attribute later. It may have done so already: then what it replaced.
     forward = getattr(layers[0].forward, "graphcap_own", layers[0].forward)
     return (forward,), flatten(layers if isinstance(layers[0], PartialLayer) else (forward,))
+
+
+def with_attributes(unit: UnitPlan, part: PartPlan, found: Sequence[tuple[torch.nn.Module, str]]) -> UnitPlan:
+    """A declared unit whose graphed part `part` sets these attributes: its last call makes their values as well."""
+    program, last = unit.program, part.calls[-1]
+    places = _state_places(unit)
+    sets = []
+    for number, (owner, key) in enumerate(found):
+        held = owner.__dict__.get(key, ABSENT)
+        other = places.get(id(held))
+        name = f"{last.name}.{key}#set{len(program.attributes) + number}"
+        sets.append(Attribute(owner, key, None if other is not None else name, other, last.name))
+    makes = tuple(attribute for attribute in sets if attribute.value is not None)
+    names = tuple(str(attribute.value) for attribute in makes)
+    run = WithAttributes(last.run, len(last.makes), makes) if makes else last.run
+    numbers = {call.name: number for number, call in enumerate(program.calls)}
+    calls = [replace(call, run=run, makes=(*call.makes, *names)) if call is last else call for call in program.calls]
+    following = next((n for n in range(numbers[last.name], len(calls)) if calls[n].kind is EAGER), None)
+    if following is not None:
+        calls[following] = replace(calls[following], sets=(*calls[following].sets, *sets))
+    # Of several calls that set an attribute the last one leaves it as it is.
+    final = {a.place: a for a in sorted((*program.sets, *sets), key=lambda attribute: numbers[attribute.by])}
+    program = replace(program, calls=tuple(calls), sets=tuple(final.values()))
+    return replace(unit, program=program, parts=cut(program))
+
+
+def _state_places(unit: UnitPlan) -> dict[int, Callable[[], Any]]:
+    """Parameters and buffers, by id: an attribute that is one of them stays one."""
+    modules = [layer if isinstance(layer, torch.nn.Module) else getattr(layer, "__self__", None) for layer in unit.layers]
+    found: dict[int, Callable[[], Any]] = {}
+    for module in (m for top in modules if isinstance(top, torch.nn.Module) for m in top.modules()):
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                found.setdefault(id(tensor), partial(table.get, key))
+    found.pop(id(None), None)
+    return found
 
 
 def signature_keys(specs: Sequence[CallSpec]) -> list[int]:

@@ -16,6 +16,7 @@ from graphcap.errors import OrderError, PlanError, StateError
 from graphcap.fp8_meta import Handle, QuantizedState, QuantPlan, QuantSpec, Ticket
 from graphcap.order import Phase
 
+FIRST_MICROBATCH = "is_first_microbatch"  # a keyword of calls, under Transformer Engine's name
 Exempt = frozenset[tuple[int, str]]  # (id of a module, attribute): left to the implementation
 
 

@@ -15,6 +15,7 @@ import torch
 
 from graphcap import _delayed
 from graphcap import _torch_private as private
+from graphcap._attributes import Attribute, Placed
 from graphcap._capture_set import BackwardGraph, CaptureSet, GraphSet, PartGraphs
 from graphcap._copies import Copies, fresh, memory_of
 from graphcap._eager_part import run_eager, state_of
@@ -22,7 +23,7 @@ from graphcap._facts import PartFacts, Pattern
 from graphcap._flight import Flight, Side, Slot
 from graphcap._guards import Parameters
 from graphcap._parts import OutIndex, entry_values
-from graphcap._quantization import QuantizedPart
+from graphcap._quantization import FIRST_MICROBATCH, QuantizedPart
 from graphcap._tensors import (
     Getter,
     Structure,
@@ -185,7 +186,10 @@ class BoundPart:
                 env[name] = outputs[place]
             return
         leaves = [outputs[leaf.place] if isinstance(leaf, OutIndex) else leaf for leaf in self.facts.make_leaves]
-        env.update(zip(self.facts.part.makes, unflatten(self.facts.make_structure, leaves), strict=True))
+        made = dict(zip(self.facts.part.makes, unflatten(self.facts.make_structure, leaves), strict=True))
+        if not isinstance(made.get(FIRST_MICROBATCH), torch.Tensor):
+            made.pop(FIRST_MICROBATCH, None)  # a host value that passes through: eager parts get this call's
+        env.update(made)
 
     def _gather(self, env: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that the part reads, each once. Structures were checked where the values came from (the call, an
@@ -495,6 +499,9 @@ def _count(structure: Structure) -> int:
     return 1 if structure.kind is None else sum(_count(child) for child in structure.children)
 
 
+_Owned = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by id of a static tensor: it, and the copy that leaves
+
+
 class BoundSet:
     """One graph set, ready to run one microbatch."""
 
@@ -505,7 +512,10 @@ class BoundSet:
         alias = capture.plan.outputs_alias
         self.alias = alias
         self.recompute = capture.plan.config.recompute is not None and graph_set.facts.grad
+        others = any(facts.leaves_attributes for facts in graph_set.facts.parts)
+        self._attributes_change = others or bool(graph_set.unit.program.attributes)
         self.state = state_of(graph_set.unit, graph_set.facts) if self.recompute else ()
+        self.placed = Placed()
         self.parts = [
             None if graphs is None else BoundPart(graphs, index, slot, capture, alias)
             for index, graphs in enumerate(graph_set.parts)
@@ -531,13 +541,17 @@ class BoundSet:
     ) -> Any:
         """The outputs of the unit for checked arguments. Raises InputMismatch if an eager part's results differ."""
         env = entry_values(self.unit, args, kwargs)
+        owned: _Owned = {}
         for part, bound, facts in zip(self.unit.parts, self.parts, self.facts.parts, strict=True):
             if bound is None:
-                run_eager(part, facts, env, self.state if self.recompute and not facts.changes_state else None)
+                state = self.state if self.recompute and self._may_run_twice(facts) else None
+                run_eager(part, facts, env, lambda call: self._put(call.sets, env, owned), state)
             else:
                 bound.call(env, flight if bound.facts.differentiable else None, anchor, side)
         value = self.unit.program.result(env)
-        return value if self.alias else self._owned(value)
+        value = value if self.alias else self._owned(value, owned)
+        self._put(self.unit.program.sets, env, owned)
+        return value
 
     def weight_grad(self, flight: Flight) -> None:
         """What `backward_dw()` of the unit's modules would do after this flight's backward, the last part first. Modules
@@ -549,15 +563,27 @@ class BoundSet:
                 for owner in facts.delayed.owners:
                     _delayed.run(owner)
 
-    def _owned(self, value: Any) -> Any:
-        """Copies of what still lies in static memory (values that are also read inside, or pass through)."""
+    def _may_run_twice(self, facts: PartFacts) -> bool:
+        """recompute of an eager part: it changes nothing, and reads no attribute that may be another call's by then."""
+        return not (facts.changes_state or self._attributes_change)
+
+    def _put(self, attributes: tuple[Attribute, ...], env: dict[str, Any], owned: _Owned) -> None:
+        if attributes:
+            self.placed.put(attributes, env, lambda value: value if self.alias else self._owned(value, owned))
+
+    def _owned(self, value: Any, copies: _Owned) -> Any:
+        """Copies of what still lies in static memory (values that are also read inside, or pass through): one of each."""
         if isinstance(value, torch.Tensor):
-            return value.clone() if self._is_static(value) else value
+            if not self._is_static(value):
+                return value
+            if id(value) not in copies:
+                copies[id(value)] = (value, value.clone())
+            return copies[id(value)][1]
         leaves, structure = flatten(value)
         changed = False
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and self._is_static(leaf):
-                leaves[place] = leaf.clone()
+                leaves[place] = self._owned(leaf, copies)
                 changed = True
         return unflatten(structure, leaves) if changed else value
 

@@ -353,6 +353,16 @@ def read_by_eager_alone(calls: Iterable[Call]) -> set[tuple[int, str]]:
     return found
 
 
+def names_used(call: Call) -> set[str]:
+    """Every name and text in the code that an eager call runs, as far as it can be followed."""
+    target = getattr(call.run, "target", None)
+    if target is None:
+        return _names_in(call.run, type(getattr(call.run, "__self__", None)))
+    if not isinstance(target.what, nn.Module):
+        return _names_in(target.what, type(None))
+    return set().union(*(_names_in(type(m).forward, type(m)) for m in target.what.modules()))
+
+
 def _names_in(function: Callable[..., Any], owner: type) -> set[str]:
     """Every name and text in the code of a function, of what it calls on its class, and of its helpers."""
     names: set[str] = set()

@@ -57,6 +57,47 @@ def generator_key(generator: torch.Generator) -> int:
     return int(generator._cdata)  # type: ignore[attr-defined]
 
 
+# --- tensors without memory -------------------------------------------------------------------------------------------
+
+
+class _Memoryless(torch.Tensor):
+    """A wrapper around nothing; `used` makes the error that any operator on it raises."""
+
+    used: Callable[[str], Exception]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        stack: list[Any] = [*args, *(kwargs or {}).values()]
+        while stack:
+            item = stack.pop()
+            if isinstance(item, _Memoryless):
+                raise item.used(str(func))
+            if isinstance(item, list | tuple):
+                stack += item
+        raise AssertionError(f"{func} was dispatched to a tensor without memory that is not among its arguments")
+
+
+def memoryless(
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+    used: Callable[[str], Exception],
+) -> torch.Tensor:
+    """A tensor that answers for its shape, strides, dtype and device; any operator on it raises `used(name)`."""
+    make = torch.Tensor._make_wrapper_subclass
+    made: torch.Tensor = make(
+        _Memoryless, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+    made.used = used  # type: ignore[attr-defined]
+    return made
+
+
 # --- dispatch ---------------------------------------------------------------------------------------------------------
 
 

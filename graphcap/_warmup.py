@@ -9,20 +9,27 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from graphcap import _delayed, _guards
+from graphcap import _attributes, _delayed, _guards
 from graphcap._crossings import Crossings
 from graphcap._facts import Leaf
 from graphcap._facts import PartFacts as PartFacts
 from graphcap._facts import Pattern as Pattern
 from graphcap._facts import UnitFacts as UnitFacts
 from graphcap._facts import WarmupFacts as WarmupFacts
+from graphcap._facts_refusals import refuse_ambiguous_sums, refuse_change, refuse_shared_casts
+from graphcap._part_refusals import (
+    refuse_other_calls,
+    refuse_read_by_eager,
+    refuse_shared_attributes,
+    refuse_sparse,
+)
 from graphcap._parts import (
-    OutIndex,
     Running,
     close_part,
     differentiate,
@@ -34,10 +41,10 @@ from graphcap._parts import (
     run_calls,
     sample_copies,
 )
-from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys
+from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys, with_attributes
 from graphcap._quantization import Session
 from graphcap._recompute import EagerWatch
-from graphcap._tensors import TensorSpec, flatten, same_constant, static_copy, tensors_of
+from graphcap._tensors import TensorSpec, flatten, static_copy, tensors_of
 from graphcap.backends.base import Backend
 from graphcap.errors import CutError, GraphcapError, SampleError, WarmupError
 from graphcap.order import Phase
@@ -48,25 +55,37 @@ def run(
     plan: CapturePlan, backend: Backend, parameters: _guards.Parameters, session: Session | None = None
 ) -> WarmupFacts:
     """Warm up every unit with every signature it will be captured with; the caller keeps and restores state."""
+    with plan.hooks.warmup():
+        while True:
+            try:
+                units = _run_all(plan, parameters, session or Session())
+                break
+            except SetsAttributes as need:
+                unit = with_attributes(plan.units[need.unit], need.part, need.found)
+                plan = replace(plan, units=(*plan.units[: need.unit], unit, *plan.units[need.unit + 1 :]))
+    facts = WarmupFacts(plan, parameters, units)
+    refuse_ambiguous_sums(facts)
+    refuse_shared_casts(facts)
+    return facts
+
+
+def _run_all(
+    plan: CapturePlan, parameters: _guards.Parameters, session: Session
+) -> tuple[tuple[UnitFacts, ...], ...]:
     units: list[list[_UnitRuns]] = []
     for number, unit in enumerate(plan.units):
         keys = signature_keys([sample.spec for sample in unit.samples])
         known: dict[int, _UnitRuns] = {}
         for key, sample in zip(keys, unit.samples, strict=True):
-            known.setdefault(key, _UnitRuns(plan, number, sample, parameters, session or Session()))
+            known.setdefault(key, _UnitRuns(plan, number, sample, parameters, session))
         units.append([known[key] for key in keys])
-    with plan.hooks.warmup():
-        if plan.hooks.watches_runs:
-            _along_the_order(plan, units, parameters)
-        else:
-            for runs in (runs for sets in units for runs in dict.fromkeys(sets)):
-                for _ in range(runs.count):
-                    runs.forward()
-                    runs.backward()
-    facts = WarmupFacts(plan, parameters, tuple(tuple(runs.facts() for runs in sets) for sets in units))
-    _refuse_ambiguous_sums(facts)
-    _refuse_shared_casts(facts)
-    return facts
+    if plan.hooks.watches_runs:
+        _along_the_order(plan, units, parameters)
+    for runs in (runs for sets in units for runs in dict.fromkeys(sets)):
+        while runs.is_due:
+            runs.forward()
+            runs.backward()
+    return tuple(tuple(runs.facts() for runs in sets) for sets in units)
 
 
 def _along_the_order(
@@ -113,12 +132,25 @@ class _UnitRuns:
         self._seen: _Pass | None = None
         self._facts: list[PartFacts] | None = None
         self._changed: set[tuple[int, str]] = set()
+        self._declared: set[tuple[int, str]] = set()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether another run is to come."""
+        return self._done < self.count
 
     def forward(self) -> None:
         top = self.unit.layers[0]
         with self._told(), self.plan.hooks.forward(self.number, top), self.session.run(self.number):
             self._seen = _Pass(
-                self.unit, self.sample, self.parameters, self.grad, self.modules, self._reentrant, self.trial
+                self.unit,
+                self.sample,
+                self.parameters,
+                self.grad,
+                self.modules,
+                self._reentrant,
+                self.trial,
+                self.plan.config.on_replay is not None,
             )
             self._seen.recompute = self.plan.config.recompute is not None
             self._waiting = _delayed.pending(self.trial.owners)
@@ -132,20 +164,26 @@ class _UnitRuns:
             with self.plan.hooks.backward(self.number, self.unit.layers[0]) if self.grad else nullcontext():
                 facts, self._reentrant = self._seen.backward(keep_values=self.trial.probing)
             self._changed |= self._seen.changed_by_eager
+            self._declared |= self._seen.declared
         if _delayed.pending(self.trial.owners) > self._waiting:
             raise CutError(
                 f"{self.unit.title}: a module put a weight gradient off that its backward_dw() has not run: it was called "
                 "otherwise than as a module (module.forward(x)?), or more than once. Call it once, as module(x)"
             )
         if self._facts is not None:
-            _refuse_change(self._facts, facts)
+            refuse_change(self._facts, facts)
         self._facts = facts
         self._done += 1
+        if self.count == 1 and self._seen.sets_tensors:  # lazily, or at every call? Only a second run tells
+            self.count = 2
 
     @contextmanager
     def _told(self) -> Iterator[None]:
         try:
             yield
+        except SetsAttributes as need:
+            need.unit = self.number
+            raise
         except GraphcapError:
             raise
         except Exception as error:
@@ -158,11 +196,16 @@ class _UnitRuns:
         seen, unit = self._seen, self.unit
         assert seen is not None
         assert self._facts is not None
+        refuse_shared_attributes(unit, self._changed)
+        refuse_read_by_eager(unit, self.modules, self._declared)
         eager, read = seen.eager_modules, set[int]()
-        if unit.program.trace is None and any(part.kind is not GRAPHED for part in unit.parts):
-            with self.session.run(self.number):
-                reads = _observed(unit, self.sample, self.parameters, self.grad, self.modules)
+        has_eager = any(part.kind is not GRAPHED for part in unit.parts)
+        told = self.plan.config.on_replay is not None
+        if unit.program.trace is None and (has_eager or unit.program.attributes or told):
+            reads, log = self._look()
             read = reads[GRAPHED]
+            if told:
+                refuse_other_calls(unit, log, self._look()[1])
             eager = eager | _holders(self.modules, reads[EAGER] - read)
         return UnitFacts(
             unit,
@@ -176,13 +219,17 @@ class _UnitRuns:
             frozenset(self._changed),
         )
 
+    def _look(self) -> tuple[dict[PartKind, set[int]], list[str]]:
+        with self.session.run(self.number):
+            return _observed(self.unit, self.sample, self.parameters, self.grad, self.modules)
+
 
 def _observed(
     unit: UnitPlan, sample: Sample, parameters: _guards.Parameters, grad: bool, modules: Sequence[torch.nn.Module]
-) -> dict[PartKind, set[int]]:
-    """One more forward, for detector D2; which addresses each kind of part reads."""
+) -> tuple[dict[PartKind, set[int]], list[str]]:
+    """One more forward, for detector D2; which addresses each kind of part reads, and the operators of graphed parts."""
     run = _Pass(unit, sample, parameters, grad, modules, False, _delayed.Trial(()))
-    run.crossings = Crossings(modules, tensors_of(flatten((run.args, run.kwargs))[0]))
+    run.crossings = Crossings(modules, tensors_of(flatten((run.args, run.kwargs))[0]), unit.program.attributes)
     try:
         with run.crossings:
             run.forward(watch=False)
@@ -193,7 +240,7 @@ def _observed(
             f"the warm-up run of {unit.title} that looks at every operator (in a TorchDispatchMode) failed: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return run.crossings.reads
+    return run.crossings.reads, run.crossings.log
 
 
 def _holders(modules: Sequence[torch.nn.Module], addresses: set[int]) -> set[int]:
@@ -204,6 +251,16 @@ def _holders(modules: Sequence[torch.nn.Module], addresses: set[int]) -> set[int
         if not isinstance(module, PartialLayer) and any(t.data_ptr() in addresses for t in held):
             found.add(id(module))
     return found
+
+
+class SetsAttributes(BaseException):
+    """A graphed part sets tensor attributes that its plan does not name: plan again with them. No Exception, so that the
+    user's `except Exception` lets it through."""
+
+    def __init__(self, part: PartPlan, found: tuple[tuple[torch.nn.Module, str], ...]) -> None:
+        super().__init__(part.name)
+        self.part, self.found = part, found
+        self.unit = 0  # the number of the unit, for whoever plans again
 
 
 class _Pass:
@@ -218,9 +275,10 @@ class _Pass:
         modules: Sequence[torch.nn.Module],
         reentrant: bool,
         trial: _delayed.Trial,
+        on_replay: bool = False,
     ) -> None:
         self.unit, self.parameters, self.grad, self.modules = unit, parameters, grad, modules
-        self.reentrant, self.trial = reentrant, trial
+        self.reentrant, self.trial, self.on_replay = reentrant, trial, on_replay
         self.visited: list[set[int]] = []  # per part; only where weight gradients are delayed
         self.args, self.kwargs = sample_copies(sample)
         self.env = entry_values(unit, self.args, self.kwargs)
@@ -232,6 +290,8 @@ class _Pass:
         self.changed_by_eager: set[tuple[int, str]] = set()
         self.crossings: Crossings | None = None
         self.recompute = False
+        self.sets_tensors = False
+        self.declared: set[tuple[int, str]] = set()  # plain attributes that graphed parts have changed
         self._alive: list[Any] = []
 
     def forward(self, *, watch: bool) -> None:
@@ -253,6 +313,7 @@ class _Pass:
         eager = part.kind is not GRAPHED
         before = _guards.plain_attributes(self.modules) if watch or eager else None
         versions = _guards.state_versions(self.modules) if eager else None
+        held = {} if eager or self.unit.program.trace is not None else _attributes.snapshot(self.modules)
         running, scope = open_part(part, self.env, self._proxy)
         with in_place_words(part), self._looked_at(part, running), ExitStack() as stack:
             visited = stack.enter_context(_guards.visited_modules()) if eager or self.trial.owners else set()
@@ -268,12 +329,15 @@ class _Pass:
         if before is not None and eager:
             changed = _guards.changed_attributes(before, _guards.plain_attributes(self.modules))
             self.changed_by_eager |= changed
+            running.leaves_attributes = bool(changed)
             running.changes_state = bool(changed) or versions != _guards.state_versions(self.modules)
             if watch_eager is not None:
                 running.changes_state |= watch_eager.draws
                 running.buffers = watch_eager.of(b for module in self.modules for b in module.buffers())
-        elif before is not None:
-            _guards.refuse_host_effects(before, _guards.plain_attributes(self.modules), part.name)
+        elif before is None:
+            self.sets_tensors = self.sets_tensors or bool(_attributes.changes(held, _attributes.snapshot(self.modules)))
+        else:
+            self._refuse_host_effects(part, before, held)
         if self.crossings is not None:
             self.crossings.made(part.name, part.kind, running.proxies, running.made)
         for place, tensor in enumerate(running.made):
@@ -281,6 +345,23 @@ class _Pass:
                 self.sources[id(tensor)] = (part.index, place)
         self._alive.append(running)  # ids are only names while their objects live
         self.running.append(running)
+
+    def _refuse_host_effects(
+        self, part: PartPlan, before: _guards.Attributes, held: _attributes.Snapshot
+    ) -> None:
+        known = {attribute.place for attribute in self.unit.program.attributes}
+        if self.unit.program.trace is None:
+            found = _attributes.changes(held, _attributes.snapshot(self.modules))
+            here = {a.place for a in self.unit.program.attributes if a.by == part.calls[-1].name}
+            fresh = {place: module for place, (module, _) in found.items() if place not in here}
+            if fresh:
+                raise SetsAttributes(part, tuple((module, key) for (_, key), module in fresh.items()))
+        after = _guards.plain_attributes(self.modules)
+        if self.on_replay:
+            plain = _guards.declarable(self.modules)
+            self.declared |= (_guards.changed_attributes(before, after) & plain) - known
+            known |= plain
+        _guards.refuse_host_effects(before, after, part.name, known)
 
     @contextmanager
     def _looked_at(self, part: PartPlan, running: Running) -> Iterator[None]:
@@ -318,9 +399,10 @@ class _Pass:
         """Sets of (part, place) from which a backward may start, the usual one first: the loss if there is one, else every
         output. Of up to three outputs, any subset; of more, each alone."""
         value = self.unit.program.result(self.env)
+        held = [self.env[a.value] for a in self.unit.program.attributes if a.value is not None]
         every = {
             self.sources[id(t)]
-            for t in tensors_of(flatten(value)[0])
+            for t in tensors_of(flatten((value, held))[0])
             if t.requires_grad and id(t) in self.sources
         }
         loss = loss_of(value)
@@ -352,7 +434,7 @@ class _Pass:
             results, self.reentrant = differentiate(outputs, [*wanted, *trainable], gradients, self.reentrant)
             self.trial.after_backward(running.part.index, self.visited[running.part.index], self.parameters)
             if running.part.kind is GRAPHED:
-                _refuse_sparse(results, running.part)
+                refuse_sparse(results, running.part)
             for proxy, gradient in zip(wanted, results[: len(wanted)], strict=True):
                 if gradient is not None:
                     number = next(i for i, p in enumerate(running.proxies) if p is proxy)
@@ -474,6 +556,7 @@ class _Shape:
             values,
             run_pass.trial.work(running.part.index),
             running.changes_state,
+            running.leaves_attributes,
             running.buffers,
         )
 
@@ -499,86 +582,3 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
-
-
-def _refuse_change(before: Sequence[PartFacts], after: Sequence[PartFacts]) -> None:
-    """Warm-up runs on equal arguments must agree: what changes between them can't be in a graph."""
-    for old, new in zip(before, after, strict=True):
-        if old.make_structure != new.make_structure or len(old.made) != len(new.made):
-            raise CutError(f"part {old.part.name}: its outputs have another structure at every run")
-        for a, b in zip(old.made, new.made, strict=True):
-            if a != b:
-                raise CutError(
-                    f"part {old.part.name}: an output was {a} in one run and {b} in the next{_rest(a, b)}. What crosses a "
-                    "break must have a static shape: let the eager part contain whatever reads the dynamic tensor"
-                )
-        if old.returned != new.returned or old.read_index != new.read_index:
-            raise CutError(
-                f"part {old.part.name}: it returned the very tensor it was given in one run and another one in the next. "
-                "Return a new tensor always (x.view_as(x) is one), or never"
-            )
-        for x, y in zip(old.make_leaves, new.make_leaves, strict=True):
-            if not (isinstance(x, OutIndex) and isinstance(y, OutIndex)) and not same_constant(x, y):
-                raise CutError(
-                    f"part {old.part.name}: it returned {x!r} in one run and {y!r} in the next; a graph would freeze it"
-                )
-
-
-def _rest(a: TensorSpec, b: TensorSpec) -> str:
-    """What the short text of two specs does not show."""
-    if str(a) != str(b):
-        return ""
-    return f" (strides {list(a.stride)} and {list(b.stride)}, requires_grad {a.requires_grad} and {b.requires_grad})"
-
-
-def _refuse_sparse(results: Sequence[torch.Tensor | None], part: PartPlan) -> None:
-    for gradient in results:
-        if gradient is not None and gradient.layout is not torch.strided:
-            raise CutError(
-                f"part {part.name} makes a gradient of shape {list(gradient.shape)} with the layout {gradient.layout} "
-                "(sparse embedding?): its size depends on the data. Use sparse=False, or let the part be EAGER"
-            )
-
-
-def _refuse_ambiguous_sums(facts: WarmupFacts) -> None:
-    """A parameter used in several parts, and more than once in one that is not the last of them."""
-    # Eager adds the gradients of single uses, the latest use first: (late + early_b) + early_a. A node adds its own
-    # first: late + (early_b + early_a). The bits differ.
-    for unit in (sets[0] for sets in facts.units):
-        for number, part in enumerate(unit.parts):
-            later = {index for other in unit.parts[number + 1 :] for index in other.parameters}
-            for index in part.repeated:
-                if index in later:
-                    raise CutError(
-                        f"parameter {facts.parameters.names[index]} is used more than once in part {part.part.name} and "
-                        "again in a later part: its gradients would be added in another order than eager's. Use it once "
-                        "per part, or let the part be EAGER"
-                    )
-
-
-def _refuse_shared_casts(facts: WarmupFacts) -> None:
-    """An autocast region casts a parameter once and adds the gradients of all its uses in the low precision; parts cast by
-    themselves, and their gradients are added in the parameter's own. The region may surround the call, or be opened
-    inside the callable and still be open at a break."""
-    for unit in (sets[0] for sets in facts.units):
-        seen: dict[tuple[int, int], str] = {}  # parameter, region -> the last part
-        region = 0
-        for part in unit.parts:
-            closed = part.part.kind is not GRAPHED and not _inside_region(part.part)
-            region += closed
-            for index in part.cast:
-                device = facts.parameters.real[index].device.type
-                around = torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()
-                key = (index, -1 if around else region)
-                if key in seen:
-                    raise CutError(
-                        f"parameter {facts.parameters.names[index]} is cast by autocast in part {seen[key]} and again in "
-                        f"part {part.part.name}: eager casts it once and adds its gradients in the low precision, graphs "
-                        "can't. Use it in one part, or let every such region be torch.autocast(..., cache_enabled=False)"
-                    )
-                seen[key] = part.part.name
-            region += closed
-
-
-def _inside_region(part: PartPlan) -> bool:
-    return any(getattr(call.run, "in_caching_autocast", False) for call in part.calls)

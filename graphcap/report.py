@@ -25,8 +25,9 @@ def plan_text(plan: CapturePlan) -> str:
 def _unit_lines(unit: UnitPlan) -> list[str]:
     lines = []
     for part in unit.parts:
-        kind = "graph" if part.kind is GRAPHED else "eager"
-        why = f"  ({part.reason})" if part.reason else ""
+        kind = "graph" if part.kind is GRAPHED else "first" if part.hoisted else "eager"
+        reason = ", ".join(filter(None, ("hoisted" if part.hoisted else None, part.reason)))
+        why = f"  ({reason})" if reason else ""
         makes = ", ".join(_short(name) for name in part.makes)
         lines.append(f"  {kind}  {part.name}  -> {makes}{why}")
     return lines

@@ -1,4 +1,4 @@
-"""The drop-in's low-precision arguments on the reference in plain torch: outputs, gradients, scales and histories are eager's."""
+"""The low-precision arguments on the reference in plain torch: outputs, gradients, scales, histories are eager's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def state(manager: RefManager, layers: tuple[nn.Module, ...]) -> dict[str, Tenso
 def test_equals_eager(caching: bool, signed: Any, old_names: bool) -> None:
     ours, theirs = RefManager(), RefManager()
     mine, twins = layers_of(ours), layers_of(theirs)
-    names = ("fp8_enabled", "fp8_recipe", "fp8_weight_caching") if old_names else ("enabled", "recipe", "cache_quantized_params")
+    new = ("enabled", "recipe", "cache_quantized_params")
+    names = ("fp8_enabled", "fp8_recipe", "fp8_weight_caching") if old_names else new
     count = 1 if signed is None else 2
     samples = ((drawn(0, 8, WIDTH),),) * (2 * count)
     made = make_graphed_callables(
@@ -56,7 +57,7 @@ def test_equals_eager(caching: bool, signed: Any, old_names: bool) -> None:
                             h = call(h, **kwargs)
                     h.square().sum().backward()
                     record = {"out": h.detach().clone(), "input": x.grad, **state(manager, layers)}
-                    record |= {f"{n}.weight": layer.weight.grad.clone() for n, layer in enumerate(layers)}  # type: ignore[union-attr, operator]
+                    record |= {f"{n}.weight": next(layer.parameters()).grad for n, layer in enumerate(layers)}
                     found.append(record)
                 for name, value in found[1].items():
                     assert value is not None and bool(value.isfinite().all())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 TOY = {
     "hybrid_step": "--hidden 32 --experts 4 --top-k 2 --dtype float32 --tokens 16",
@@ -16,6 +18,13 @@ TOY = {
     "replay_overhead": "--parameters 2",
     "dropin": "--hidden 16 --layers 3 --tokens 4 --dtype float32 --microbatches 4 6",
 }
+
+
+@pytest.fixture(autouse=True)
+def _default_device() -> Iterator[None]:
+    """Benchmarks set it; other tests must not find it set."""
+    yield
+    torch.set_default_device(None)
 
 
 @pytest.mark.parametrize("name", TOY)

@@ -360,3 +360,15 @@ def test_storage_reference_keeps_the_key() -> None:
     others = [torch.ones(1000) for _ in range(50)]
     assert all(private.storage_key(other) != key for other in others)
     del reference
+
+
+def test_memoryless() -> None:
+    made = private.memoryless(
+        (2, 3), (1, 2), torch.float64, torch.device("cpu"), True, lambda name: KeyError(f"{name} was used")
+    )
+    assert isinstance(made, torch.Tensor)
+    assert (tuple(made.shape), made.stride(), made.dtype, made.requires_grad) == ((2, 3), (1, 2), torch.float64, True)
+    assert (made.device.type, made.dim(), made.numel(), made.size(1)) == ("cpu", 2, 6, 3)
+    for use in (lambda: made + 1, lambda: torch.stack([made, made]), lambda: made.sum().item(), lambda: made.detach()):
+        with pytest.raises(KeyError, match="was used"):
+            use()
