@@ -90,6 +90,26 @@ class CaptureSet:
     operations: int
 
 
+class NoGraph(Graph):
+    """Stands for a graph that would hold nothing: a stretch of views alone, whose results lie where it reads."""
+
+    empty = True
+    operations = 0
+
+    def replay(self) -> None:
+        return None
+
+    def reset(self) -> None:
+        return None
+
+
+def _unless_empty(graph: Graph) -> Graph:
+    if not graph.empty:
+        return graph
+    graph.reset()
+    return NoGraph()
+
+
 @dataclass(slots=True)
 class _Work:
     """A graph set while it is recorded."""
@@ -152,7 +172,7 @@ class Recorder:
         works.clear()  # every autograd graph of the recording goes: nothing with a grad_fn stays
         for pool in pools:
             pool.poison()
-        plan = replace(plan, static_bytes=_static_bytes(sets, self.buffers))
+        plan = replace(plan, static_bytes=_static_bytes(sets, self.buffers), idle=_idle(sets))
         return CaptureSet(plan, self.facts.parameters, sets, self.buffers, pools, tuple(kept), self.operations)
 
     def _phases(self, chunk: int) -> tuple[Phase, ...]:
@@ -227,6 +247,7 @@ class Recorder:
                 yield Opened(scope)
                 close_part(running, scope, env)
         _guards.refuse_host_effects(before, _guards.plain_attributes(modules), part.part.name)
+        graph = _unless_empty(graph)
         self.operations += graph.operations
         self._agree(part, running)
         outputs = [t.detach() for t in running.made]
@@ -329,6 +350,7 @@ class Recorder:
                         results[len(inputs) :] = _apart(results[len(inputs) :])
                     if recorded:
                         results = _share_results(results, recorded[0].results)
+            graph = _unless_empty(graph)
             self.operations += graph.operations
             held = [None if r is None else r.detach() for r in results]
             if adding:
@@ -473,6 +495,16 @@ def _frozen(work: _Work) -> GraphSet:
         for part in work.statics
     )
     return GraphSet(work.unit, work.facts, work.sample.slot, parts)
+
+
+def _idle(sets: Sequence[Sequence[GraphSet]]) -> frozenset[tuple[int, int]]:
+    """(unit, part) of the graphed parts whose forward holds no operation, whatever the graph set."""
+    return frozenset(
+        (number, index)
+        for number, unit in enumerate(sets)
+        for index, part in enumerate(unit[0].parts if unit else ())
+        if part is not None and part.forward.empty
+    )
 
 
 def _static_bytes(sets: Sequence[Sequence[GraphSet]], buffers: dict[int, torch.Tensor]) -> int:

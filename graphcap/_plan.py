@@ -78,7 +78,9 @@ class CapturePlan:
     """The plan of a capture: print it to see parts, breaks with their reasons, slots and bytes.
 
     parts: every part of every chunk, in order. breaks: the EAGER ones. slots: how many sets of static buffers.
-    graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1). static_bytes: memory that
+    graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1, less the `idle` parts).
+    idle: (unit, part) of graphed parts that make views alone, known once they were recorded: they have no graph.
+    static_bytes: memory that
     the static buffers take, known once recording is done (0 before).
     """
 
@@ -89,6 +91,7 @@ class CapturePlan:
     config: CaptureConfig
     strict: bool
     static_bytes: int = 0
+    idle: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def parts(self) -> tuple[PartPlan, ...]:
@@ -104,7 +107,7 @@ class CapturePlan:
 
     @property
     def graphs(self) -> int:
-        return sum(part.kind is GRAPHED for part in self.parts)
+        return sum(part.kind is GRAPHED for part in self.parts) - len(self.idle)
 
     @property
     def outputs_alias(self) -> bool:

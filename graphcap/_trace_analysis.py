@@ -22,7 +22,7 @@ from graphcap._trace import Mode
 from graphcap._trace_owners import Owners, has_storage
 from graphcap._trace_records import OUTSIDE, BreakRecord, Place, Ref, Script, Value, spec, strided_clone, taken_apart
 from graphcap.backends.refusal_modes import line_text, user_place
-from graphcap.errors import CutError, SampleError
+from graphcap.errors import CutError, GraphcapError, SampleError
 
 
 class Analysis(Owners):
@@ -247,7 +247,7 @@ class Analysis(Owners):
         state = (torch.is_grad_enabled(), self._autocast())
         self.title, self.inside, self.quiet = target.title, number, False
         with _guards.kept_autocast():  # a cast that one part made is not for another
-            result = run(*new_args, **new_kwargs)
+            result = self._result(target, run, new_args, new_kwargs, place)
         self.inside, self.quiet = None, True
         if before != [tensor._version for tensor in given if isinstance(tensor, torch.Tensor)]:
             raise CutError(
@@ -259,6 +259,24 @@ class Analysis(Owners):
         record, tree = self._results_of(target, number, result, raw, place, (structure, recorded), state)
         self._records.append(record)
         return tree
+
+    def _result(
+        self, target: Target, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place
+    ) -> Any:
+        planning = self.breaks.planning
+        if planning is None or not planning.meta:
+            return run(*args, **kwargs)
+        try:
+            return run(*args, **kwargs)
+        except GraphcapError:
+            raise
+        except Exception as error:
+            what = "the stand-in of the break" if target.stand_in is not None else "the break"
+            raise CutError(
+                f"{what} {target.title} can't run on meta tensors, which have no values: {type(error).__name__}: {error}\n"
+                f"  called at {line_text(place)}\n  Way out: say what it returns (stand_ins, or --like-input where the "
+                "result looks like its first tensor), or plan a small configuration of the model on the CPU"
+            ) from error
 
     def _autocast(self) -> tuple[bool, torch.dtype]:
         kind = self.device.type

@@ -18,7 +18,7 @@ from graphcap._breaks import Breaks, Target
 from graphcap._trace_analysis import Analysis
 from graphcap.backends.refusal_modes import line_text, user_frame
 from graphcap.backends.tape_refusals import Refusal
-from graphcap.errors import CutError
+from graphcap.errors import CutError, GraphcapError
 
 _ROUNDS = 20
 
@@ -89,13 +89,20 @@ def discover(
     for _ in range(_ROUNDS):
         trace = _Discovery(modules, breaks, grad, device, frozenset(), constants)
         args, kwargs = sample()
-        trace.run(run, args, kwargs)
+        try:
+            trace.run(run, args, kwargs)
+        except GraphcapError:
+            raise
+        except Exception:
+            # A host read of a meta tensor fails once it has been noted; the next round has a break there.
+            if breaks.planning is None or not breaks.planning.meta or not trace.hits:
+                raise
         if not trace.hits:
             return
         known = len(breaks.targets)
         for hit in trace.hits:
             target = _choose(hit, trace, names, {id(module) for module in modules})
-            breaks.targets.setdefault(id(target.what), target)
+            breaks.add(target.what, target.title, target.reason)
         if len(breaks.targets) == known:
             break
     hit = trace.hits[0]

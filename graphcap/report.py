@@ -12,18 +12,18 @@ def plan_text(plan: CapturePlan) -> str:
         f"{_counted(plan.graphs, 'graphed part')}, {_counted(len(plan.breaks), 'break')}, {_counted(plan.slots, 'slot')}, "
         f"{_bytes(plan.static_bytes) if plan.static_bytes else 'not recorded yet'}"
     ]
-    for unit in plan.units:
+    for number, unit in enumerate(plan.units):
         if len(plan.units) > 1:
             lines.append(f"{unit.title}:")
-        lines += _unit_lines(unit)
+        lines += _unit_lines(unit, {part for owner, part in plan.idle if owner == number})
     lines += _slot_lines(plan)
     return "\n".join(lines)
 
 
-def _unit_lines(unit: UnitPlan) -> list[str]:
+def _unit_lines(unit: UnitPlan, idle: set[int]) -> list[str]:
     lines = []
     for part in unit.parts:
-        kind = "graph" if part.kind is GRAPHED else "eager"
+        kind = "eager" if part.kind is not GRAPHED else "views" if part.index in idle else "graph"
         why = f"  ({part.reason})" if part.reason else ""
         makes = ", ".join(_short(name) for name in part.makes)
         lines.append(f"  {kind}  {part.name}  -> {makes}{why}")

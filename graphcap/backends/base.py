@@ -32,6 +32,12 @@ class Graph(ABC):
         """How many operations the graph holds (tape: operators; cuda: nodes, 0 where the driver can't tell)."""
 
 
+    @property
+    def empty(self) -> bool:
+        """Whether the graph is known to hold nothing (only views were made): its replay can be left out."""
+        return False
+
+
 class Pool(ABC):
     """Memory from which the tensors born in captures come. Captures into one pool may reuse each other's dead memory:
     whatever must survive the next capture is held by a reference until all captures are done."""
