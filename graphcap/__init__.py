@@ -15,6 +15,7 @@ from graphcap._plan import CapturePlan
 from graphcap._planned import ModelPlan, PlannedPart, plan
 from graphcap.config import CaptureConfig
 from graphcap.errors import (
+    ArgumentError,
     BucketError,
     CaptureError,
     ClosedError,
@@ -25,6 +26,7 @@ from graphcap.errors import (
     HookError,
     InFlightError,
     InputMismatch,
+    ModuleError,
     OrderError,
     PatternError,
     PlanError,
@@ -51,6 +53,7 @@ def __getattr__(name: str) -> ModuleType:
 __all__ = [
     "EAGER",
     "GRAPHED",
+    "ArgumentError",
     "BucketError",
     "CaptureConfig",
     "CaptureError",
@@ -65,6 +68,7 @@ __all__ = [
     "InFlightError",
     "InputMismatch",
     "ModelPlan",
+    "ModuleError",
     "Order",
     "OrderError",
     "PartialLayer",

@@ -86,11 +86,19 @@ class Breaks:
     targets: dict[int, Target] = field(default_factory=dict)
     entries: list[tuple[str, set[int]]] = field(default_factory=list)
     auto: bool = False
+    found: set[int] = field(default_factory=set)  # targets that "auto" has chosen
     planning: Planning | None = None
 
     def add(self, what: Any, title: str, reason: str) -> None:
         stand_in = None if self.planning is None else self.planning.stand_in(what, title)
         self.targets.setdefault(id(what), Target(what, title, reason, stand_in))
+
+    def climb(self, target: Target, parent: nn.Module, title: str) -> None:
+        """What "auto" has chosen returns what has no static shape: take the module that contains it and its users."""
+        reason = f"auto: it contains {target.title}, whose result has another shape for other data"
+        self.targets.pop(id(target.what))
+        self.targets.setdefault(id(parent), Target(parent, title, reason))
+        self.found.add(id(parent))
 
     def functions(self) -> list[Target]:
         return [target for target in self.targets.values() if not isinstance(target.what, nn.Module)]

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap import _torch_private as private
+from graphcap._attributes import Attribute
 from graphcap._tensors import flatten, tensors_of
 from graphcap.errors import CutError
 from graphcap.partial_layer import GRAPHED, PartKind
@@ -25,13 +26,22 @@ class Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, modules: Sequence[nn.Module], arguments: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], arguments: Iterable[torch.Tensor], attributes: Sequence[Attribute] = ()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.modules = modules
+        self.log: list[str] = []  # the operators of graphed parts, with their constants
         self.reads: dict[PartKind, set[int]] = {kind: set() for kind in PartKind}
         # Storages by key; the references keep the keys from being used again, though not the memory alive.
         self._fresh: dict[int, private.StorageKey] = {}  # arguments, and what graphed parts made
         self._theirs: dict[int, tuple[str, private.StorageKey]] = {}  # made by EAGER parts, or handed to them
+        self._attributes = attributes  # that graphed parts set
+        self._set: dict[int, tuple[str, private.StorageKey]] = {}  # what they hold now
+        for attribute in attributes:
+            held = attribute.get()
+            if isinstance(held, torch.Tensor) and _has_storage(held) and attribute.value is not None:
+                self._theirs[private.storage_key(held)] = ("the call before this one", private.StorageKey(held))
         self._part: tuple[str, PartKind] | None = None
         self._allowed: set[int] = set()
         for tensor in arguments:
@@ -49,6 +59,7 @@ class Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._part = None
         if kind is GRAPHED:
+            self._note_set()
             return
         for key, tensor in keys.items():
             if key in self._fresh:
@@ -56,6 +67,14 @@ class Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for place, tensor in _attributes(self.modules).items():  # also of tensors that no operator made
             if before.get(place) is not tensor and _has_storage(tensor):
                 self._note(name, tensor)
+
+    def _note_set(self) -> None:
+        for attribute in self._attributes:
+            held = attribute.get()
+            if isinstance(held, torch.Tensor) and _has_storage(held) and attribute.value is not None:
+                key = private.storage_key(held)
+                if key in self._fresh:
+                    self._set[key] = (attribute.title, private.StorageKey(held))
 
     def made(self, name: str, kind: PartKind, given: Sequence[torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
         """What a part made: a graphed one may not hand on what it got past its signature."""
@@ -75,10 +94,15 @@ class Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, kind = self._part
         read = [tensor for tensor in _tensors((args, kwargs)) if _has_storage(tensor)]
         self.reads[kind].update(tensor.data_ptr() for tensor in read if tensor.numel())
+        if kind is GRAPHED:
+            self.log.append(f"{func}({', '.join(_constants((args, kwargs)))})")
         operator = func._schema.name.partition("::")[2]
         if kind is GRAPHED and not (operator.endswith("_like") or operator.startswith("new_")):  # those read a shape
             for tensor in read:
                 self._check(name, f"reads in {operator}", tensor)
+        if kind is not GRAPHED:
+            for tensor in read:
+                self._refuse_set(name, tensor)
         result = func(*args, **kwargs)
         known = {private.storage_key(tensor) for tensor in read}
         for tensor in _tensors(result):
@@ -91,7 +115,15 @@ class Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, name: str, tensor: torch.Tensor) -> None:
         key = private.storage_key(tensor)
-        self._theirs.setdefault(key, (name, private.StorageKey(tensor)))
+        self._theirs.setdefault(key, (f"the EAGER part {name}", private.StorageKey(tensor)))
+
+    def _refuse_set(self, name: str, tensor: torch.Tensor) -> None:
+        key = private.storage_key(tensor)
+        if key in self._set and key not in self._allowed:
+            raise CutError(
+                f"EAGER part {name} reads {self._set[key][0]}, which a graphed part has set, but not through its signature: "
+                "make it a value, an output of that part and an input of this one"
+            )
 
     def _check(self, name: str, how: str, tensor: torch.Tensor) -> None:
         if not _has_storage(tensor):
@@ -104,9 +136,9 @@ class Crossings(TorchDispatchMode):  # type: ignore[no-untyped-call]
                   and private.storage_key(held) == key]
         where = f" ({places[0]})" if places else ""
         raise CutError(
-            f"part {name} {how} a tensor of shape {list(tensor.shape)}{where} that comes from the EAGER part {found[0]}, "
+            f"part {name} {how} a tensor of shape {list(tensor.shape)}{where} that comes from {found[0]}, "
             "but not through its signature: a replay would read what it was at capture. Make it a value: an output of that "
-            "part and an input of this one; or a buffer that the EAGER part changes in place"
+            "one and an input of this; or a buffer that is changed in place"
         )
 
 
@@ -119,6 +151,19 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item)
+
+
+def _constants(value: Any) -> Iterator[str]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _constants(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from (f"{key}={text}" for text in _constants(item))
+    elif isinstance(value, torch.Tensor):
+        yield "a tensor"
+    else:
+        yield repr(value)
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphcap._tensors import flatten, tensor_problem, tensors_of
-from graphcap.errors import CutError, HookError, PlanError, SampleError
+from graphcap.errors import CutError, HookError, ModuleError, PlanError, SampleError
 
 Layers = Sequence[Callable[..., Any]]
 
@@ -94,6 +95,15 @@ def refuse_hooks(module: nn.Module, title: str) -> None:
         if getattr(module, kind, None):
             raise HookError(
                 f"{title} has hooks ({kind.strip('_')}): they would not run at replay. Register them after capture"
+            )
+
+
+def refuse_trained_buffers(module: nn.Module, title: str) -> None:
+    """The drop-in's rule, as torch and TE have it: only parameters are trained."""
+    for name, buffer in module.named_buffers():
+        if buffer.requires_grad:
+            raise ModuleError(
+                f"{title}: the buffer {name} requires grad, and its gradient would be lost: make it a parameter"
             )
 
 
@@ -233,6 +243,19 @@ def leaf_edges(outputs: Iterable[torch.Tensor]) -> Iterator[tuple[Any, torch.Ten
 _SIMPLE = bool | int | float | complex | str | bytes | None
 
 
+_left_alone: ContextVar[frozenset[tuple[int, str]]] = ContextVar("graphcap_left_alone", default=frozenset())
+
+
+@contextmanager
+def left_alone(attributes: frozenset[tuple[int, str]]) -> Iterator[None]:
+    """Inside, these attributes (id of a module, name) are somebody else's to keep and compare."""
+    token = _left_alone.set(_left_alone.get() | attributes)
+    try:
+        yield
+    finally:
+        _left_alone.reset(token)
+
+
 @contextmanager
 def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
     """Warm-up and recording run the forward; afterwards buffers (identity and value), tensor and plain attributes,
@@ -249,11 +272,15 @@ def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
     containers: list[tuple[Any, Any]] = []
     generators: list[tuple[torch.Generator, torch.Tensor]] = []
     seen: set[int] = set()
+    theirs = _left_alone.get()
     for module in (m for top in modules for m in top.modules()):
         tables = (module._parameters, module._modules, module._buffers, module.__dict__)
-        absent += [(table, frozenset(table)) for table in tables]
+        others = frozenset(name for owner, name in theirs if owner == id(module))
+        absent += [(table, others.union(table)) for table in tables]
         for table in tables[2:]:
             for name, value in table.items():
+                if name in others:
+                    continue
                 if isinstance(value, torch.Tensor | _SIMPLE):
                     bindings.append((table, name, value))
                 elif isinstance(value, torch.Generator):
@@ -275,11 +302,11 @@ def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
         yield unbound
     finally:
         for table, names in absent:
-            unbound += [table.pop(name) for name in [name for name in table if name not in names]]
+            unbound += [_memory(table.pop(name)) for name in [name for name in table if name not in names]]
         for table, name, value in bindings:
             bound = table.get(name)
             if bound is not value and isinstance(bound, torch.Tensor):
-                unbound.append(bound)
+                unbound.append(_memory(bound))
             table[name] = value
         for container, copy in containers:
             _refill(container, copy)
@@ -289,6 +316,11 @@ def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
         with torch.no_grad():
             for tensor, saved in tensors:
                 tensor.data.copy_(saved)  # .data has its own version counter: nobody's saved tensor is invalidated
+
+
+def _memory(value: Any) -> Any:
+    """A tensor's memory without its history, which would keep all that the recording saved."""
+    return value.detach() if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
 
 
 def _refill(container: Any, copy: Any) -> None:
@@ -319,8 +351,11 @@ def plain_attributes(modules: Iterable[nn.Module]) -> Attributes:
     found: Attributes = {
         (0, name): (f"the state of the generator {name}", state) for name, state in _host_generators().items()
     }
+    theirs = _left_alone.get()
     for module in (m for top in modules for m in top.modules()):
         for name, value in module.__dict__.items():
+            if (id(module), name) in theirs:
+                continue
             label = f"the attribute {type(module).__name__}.{name}"
             if name in ("training", "_is_full_backward_hook"):
                 continue
@@ -334,6 +369,8 @@ def plain_attributes(modules: Iterable[nn.Module]) -> Attributes:
             elif name not in MODULE_TABLES:
                 found[id(module), name] = ("", frozen_form(value))
         for name, buffer in module._buffers.items():
+            if (id(module), name) in theirs:
+                continue
             found[id(module), name] = (f"the attribute {type(module).__name__}.{name}", id(buffer))
         for name in (*module._parameters, *module._modules):
             found[id(module), name] = ("", True)
@@ -393,13 +430,31 @@ def changed_attributes(before: Attributes, after: Attributes) -> set[tuple[int, 
     return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
 
 
-def refuse_host_effects(before: Attributes, after: Attributes, part: str) -> None:
+def declarable(modules: Iterable[nn.Module]) -> set[tuple[int, str]]:
+    """The attributes (id of the module, name) that hold plain values now, which the user's `on_replay` can change."""
+    return {
+        (id(module), name)
+        for module in (m for top in modules for m in top.modules())
+        for name, value in module.__dict__.items()
+        if name not in MODULE_TABLES and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return all(map(_is_plain, value.values())) if isinstance(value, dict) else isinstance(value, _SIMPLE)
+
+
+def refuse_host_effects(before: Attributes, after: Attributes, part: str, allowed: Container[tuple[int, str]]) -> None:
+    """allowed: (id of the module, name) of what a replay sets again."""
     for key, (label, value) in after.items():
-        if label and (key not in before or before[key][1] != value):
+        if label and key not in allowed and (key not in before or before[key][1] != value):
             raise CutError(
                 f"part {part}: its Python changes {label} at every call. Python does not run at replay, so the graph would "
-                "repeat what it did at capture. Move this work into an EAGER part, keep the value in a buffer that is "
-                "changed in place (a random choice: draw it with torch on the device), or return it as an output"
+                "repeat what it did at capture. Move this work into an EAGER part, do it in "
+                "CaptureConfig(on_replay=), keep the value in a buffer that is changed in place (a random choice: draw it "
+                "with torch on the device), or return it as an output"
             )
 
 

@@ -9,15 +9,16 @@ from typing import Any, Protocol
 
 import torch
 
-from graphcap import _guards, _warmup
+from graphcap import _delayed, _guards, _warmup
+from graphcap._flight import Flight
 from graphcap._graphed import Runner
 from graphcap._parts import Running, differentiate, loss_of
 from graphcap._plan import PartPlan, Sample, UnitPlan
-from graphcap._replay import BoundPart, BoundSet, Flight
+from graphcap._replay import BoundPart, BoundSet
 from graphcap._tensors import CallSpec, flatten, tensors_of
 from graphcap._trace_follow import TracedProgram
 from graphcap.backends.refusal_modes import line_text
-from graphcap.errors import GraphcapError
+from graphcap.errors import GraphcapError, PlanError
 from graphcap.partial_layer import GRAPHED, Opened
 
 
@@ -86,7 +87,7 @@ class _Checked(_warmup._Pass):
             for (_, buffer), value in zip(buffers, before, strict=True):
                 buffer.data.copy_(value)  # the backward of the Python may have saved it: no new version
             _set_random(self.device, random)
-            graphed = bound.run(running.inputs)
+            graphed = bound.run(running.inputs, None)
         names = {id(t): name for name in part.makes for t in tensors_of(flatten(self.env[name])[0])}
         for place, (a, b) in enumerate(zip(graphed, eager, strict=True)):
             name = names.get(id(running.made[place]), str(place))
@@ -187,13 +188,18 @@ def first_fault(
     modules are as before afterwards."""
     unit: UnitPlan = runner.plan.units[number]
     bound = runner.sets[number][unit.set_of[microbatch]]
+    if any(part is not None and (part.quantized is not None or part.facts.delayed is not None) for part in bound.parts):
+        raise PlanError(
+            f"{unit.title} runs quantised modules or delays weight gradients: such parts can't be run one by one. Use "
+            "compare"
+        )
     modules = _guards.modules_of(unit.layers)
     grad = bound.facts.grad and torch.is_grad_enabled()
     sample = Sample(bound.slot.number, args, kwargs, CallSpec.of(args, kwargs), (microbatch,))
     kept = [(p, p.grad) for p in (entry.parameter for part in bound.parts if part for entry in part.added)]
     with _guards.kept_state(modules), _guards.leaf_aliases(modules) as aliases, _guards.kept_autocast():
         parameters = _same_order(aliases, runner)
-        run = _Checked(unit, sample, parameters, grad, modules, bound.facts.reentrant)
+        run = _Checked(unit, sample, parameters, grad, modules, bound.facts.reentrant, _delayed.Trial(()))
         run.bound, run.judge, run.device = bound, judge, runner.backend.device
         bound.slot.generation += 1
         try:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from graphcap._attributes import ABSENT, Attribute, WithAttributes
+from graphcap._delayed import owners_of
+from graphcap._guards import modules_of
 from graphcap._tensors import CallSpec
+from graphcap._time_hooks import NO_HOOKS, TimeHooks
 from graphcap.config import CaptureConfig
 from graphcap.errors import CutError, PlanError
 from graphcap.order import Order, SlotMap, assign_slots
@@ -33,6 +38,11 @@ class PartPlan:
     def name(self) -> str:
         first, last = self.calls[0].name, self.calls[-1].name
         return first if len(self.calls) == 1 else f"{first} .. {last}"
+
+    @property
+    def hoisted(self) -> bool:
+        """Whether it was moved in front of all graphs."""
+        return self.calls[0].hoisted
 
     @property
     def reason(self) -> str | None:
@@ -77,11 +87,14 @@ class UnitPlan:
 class CapturePlan:
     """The plan of a capture: print it to see parts, breaks with their reasons, slots and bytes.
 
-    parts: every part of every chunk, in order. breaks: the EAGER ones. slots: how many sets of static buffers.
-    graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1, less the `idle` parts).
-    idle: (unit, part) of graphed parts that make views alone, known once they were recorded: they have no graph.
-    static_bytes: memory that
-    the static buffers take, known once recording is done (0 before).
+    parts: every part of every chunk, in order. breaks: the EAGER ones, but for those that are hoisted: functions of the
+    arguments alone (a mask), which run before all graphs and cost none. slots: how many sets of static buffers.
+    graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1, less the idle parts).
+    idle: (unit, part) of graphed parts that make views alone and have no graph, known once recorded. static_bytes: memory
+    that the static buffers take, known once recording is done (0 before); shared_bytes: what it would be more if every
+    microbatch had buffers of its own. hooks: what runs around warm-up and recording. alias_parameters: ids of parameters
+    whose gradient is handed out as the static buffer itself. pools: of every slot, the number of its memory pool (empty:
+    each has its own).
     """
 
     units: tuple[UnitPlan, ...]
@@ -92,6 +105,13 @@ class CapturePlan:
     strict: bool
     static_bytes: int = 0
     idle: frozenset[tuple[int, int]] = frozenset()
+    shared_bytes: int = 0
+    hooks: TimeHooks = NO_HOOKS
+    alias_parameters: frozenset[int] = frozenset()
+    pools: tuple[int, ...] = ()
+
+    def pool_of(self, slot: int) -> int:
+        return self.pools[slot] if self.pools else slot
 
     @property
     def parts(self) -> tuple[PartPlan, ...]:
@@ -99,7 +119,11 @@ class CapturePlan:
 
     @property
     def breaks(self) -> tuple[PartPlan, ...]:
-        return tuple(part for part in self.parts if part.kind is not GRAPHED)
+        return tuple(part for part in self.parts if part.kind is not GRAPHED and not part.hoisted)
+
+    @property
+    def hoisted(self) -> tuple[PartPlan, ...]:
+        return tuple(part for part in self.parts if part.hoisted)
 
     @property
     def slots(self) -> int:
@@ -128,12 +152,12 @@ def cut(program: Program) -> tuple[PartPlan, ...]:
     """
     runs: list[list[Call]] = []
     for call in program.calls:
-        if runs and runs[-1][0].kind is call.kind:
+        if runs and (runs[-1][0].kind, runs[-1][0].hoisted) == (call.kind, call.hoisted):
             runs[-1].append(call)
         else:
             runs.append([call])
     parts: list[PartPlan] = []
-    needed_later = set(program.outputs)
+    needed_later = set(program.ends)
     read_later: set[str] = set()
     for index in range(len(runs) - 1, -1, -1):
         calls = tuple(runs[index])
@@ -194,6 +218,8 @@ def build_callables(
     *,
     given_order: bool,
     share_slots: bool,
+    hooks: TimeHooks = NO_HOOKS,
+    alias_parameters: frozenset[int] = frozenset(),
 ) -> CapturePlan:
     """The plan of `make_graphed_callables`: one unit per callable; `samples[order.flat_index(chunk, microbatch, layer)]`.
 
@@ -203,8 +229,11 @@ def build_callables(
     keys = signature_keys(specs)
 
     def signature(chunk: int, microbatch: int, layer: int) -> object:
-        flat = order.flat_index(chunk, microbatch, layer)
-        return keys[flat] if share_slots else flat
+        if not share_slots:
+            return order.flat_index(chunk, microbatch, layer)
+        # Slots of a chunk's layers are taken together (see `_pools`), so chunks share where all of their layers agree.
+        layers = range(order.layers_per_chunk[chunk])
+        return tuple(keys[order.flat_index(chunk, microbatch, other)] for other in layers), layer
 
     slot_map = assign_slots(order, signature)
     units = []
@@ -213,7 +242,36 @@ def build_callables(
         for layer in range(count):
             units.append(_callable_unit(callables[index], chunk, layer, samples, specs, order, slot_map))
             index += 1
-    return CapturePlan(tuple(units), order, given_order, slot_map, config, strict=False)
+    nested = given_order and not config.retain_graph and all(_is_one_graph(unit) for unit in units)
+    return CapturePlan(
+        tuple(units),
+        order,
+        given_order,
+        slot_map,
+        config,
+        strict=False,
+        hooks=hooks,
+        alias_parameters=alias_parameters,
+        pools=_pools(order, slot_map) if nested else (),
+    )
+
+
+def _is_one_graph(unit: UnitPlan) -> bool:
+    """Whether a unit is one graphed part whose backward is done when autograd's is."""
+    return len(unit.parts) == 1 and unit.parts[0].kind is GRAPHED and not owners_of(modules_of(unit.layers))
+
+
+def _pools(order: Order, slot_map: SlotMap) -> tuple[int, ...]:
+    """One pool for the layers of a chunk: they run one inside the other (forwards up, backwards down), so that the scratch
+    memory and the gradients of one serve all. Only where slots are always taken together; else each has its own."""
+    group_of: dict[int, tuple[int, ...]] = {}
+    for chunk, count in enumerate(order.layers_per_chunk):
+        for microbatch in range(order.microbatches):
+            group = tuple(sorted(slot_map.slot_of(chunk, microbatch, layer) for layer in range(count)))
+            if any(group_of.setdefault(slot, group) != group for slot in group):
+                return ()
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(group_of[slot] for slot in sorted(group_of)))}
+    return tuple(numbers[group_of[slot]] for slot in range(slot_map.count))
 
 
 def _callable_unit(
@@ -246,8 +304,45 @@ def _program(layers: Layers) -> tuple[Layers, Program]:
     """What an eager run calls, and the program to capture."""
     if len(layers) > 1 or not isinstance(layers[0], torch.nn.Module):
         return layers, flatten(layers)
-    forward = layers[0].forward  # bound now: the drop-in replaces the attribute later
+    # Bound now: the drop-in replaces the attribute later. It may have done so already: then what it replaced.
+    forward = getattr(layers[0].forward, "graphcap_own", layers[0].forward)
     return (forward,), flatten(layers if isinstance(layers[0], PartialLayer) else (forward,))
+
+
+def with_attributes(unit: UnitPlan, part: PartPlan, found: Sequence[tuple[torch.nn.Module, str]]) -> UnitPlan:
+    """A declared unit whose graphed part `part` sets these attributes: its last call makes their values as well."""
+    program, last = unit.program, part.calls[-1]
+    places = _state_places(unit)
+    sets = []
+    for number, (owner, key) in enumerate(found):
+        held = owner.__dict__.get(key, ABSENT)
+        other = places.get(id(held))
+        name = f"{last.name}.{key}#set{len(program.attributes) + number}"
+        sets.append(Attribute(owner, key, None if other is not None else name, other, last.name))
+    makes = tuple(attribute for attribute in sets if attribute.value is not None)
+    names = tuple(str(attribute.value) for attribute in makes)
+    run = WithAttributes(last.run, len(last.makes), makes) if makes else last.run
+    numbers = {call.name: number for number, call in enumerate(program.calls)}
+    calls = [replace(call, run=run, makes=(*call.makes, *names)) if call is last else call for call in program.calls]
+    following = next((n for n in range(numbers[last.name], len(calls)) if calls[n].kind is EAGER), None)
+    if following is not None:
+        calls[following] = replace(calls[following], sets=(*calls[following].sets, *sets))
+    # Of several calls that set an attribute the last one leaves it as it is.
+    final = {a.place: a for a in sorted((*program.sets, *sets), key=lambda attribute: numbers[attribute.by])}
+    program = replace(program, calls=tuple(calls), sets=tuple(final.values()))
+    return replace(unit, program=program, parts=cut(program))
+
+
+def _state_places(unit: UnitPlan) -> dict[int, Callable[[], Any]]:
+    """Parameters and buffers, by id: an attribute that is one of them stays one."""
+    modules = [layer if isinstance(layer, torch.nn.Module) else getattr(layer, "__self__", None) for layer in unit.layers]
+    found: dict[int, Callable[[], Any]] = {}
+    for module in (m for top in modules if isinstance(top, torch.nn.Module) for m in top.modules()):
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                found.setdefault(id(tensor), partial(table.get, key))
+    found.pop(id(None), None)
+    return found
 
 
 def signature_keys(specs: Sequence[CallSpec]) -> list[int]:

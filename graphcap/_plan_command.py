@@ -81,8 +81,8 @@ def render(found: ModelPlan) -> tuple[str, Table, str]:
     """Head, table and foot."""
     forward, backward = found.recorded
     head = (
-        f"{found.graphs} graphs and {len(found.breaks)} breaks in a forward, on {found.device}; "
-        f"{found.slots} set{'s' * (found.slots != 1)} of static buffers; capture records {forward} forward and {backward} "
+        f"{_counted(found.graphs, 'graph')} and {_counted(len(found.breaks), 'break')} in a forward, on {found.device}; "
+        f"{_counted(found.slots, 'set')} of static buffers; capture records {forward} forward and {backward} "
         "backward graphs"
     )
     table = Table(show_lines=False, pad_edge=False)
@@ -104,7 +104,7 @@ def _name(part: PlannedPart) -> str:
 
 def _foot(found: ModelPlan) -> str:
     lines = []
-    for part in found.breaks:
+    for part in (part for part in found.parts if part.kind in ("eager", "first")):
         place = f"\n      at {part.place}" if part.place else ""
         lines.append(f"break {part.index}: {part.name}\n      {part.reason or 'declared EAGER'}{place}")
         if part.stood_in:
@@ -120,6 +120,10 @@ def _foot(found: ModelPlan) -> str:
 
 def _tensor(crossing: Crossing) -> str:
     return f"{crossing.dtype}{list(crossing.shape)}{' grad' * crossing.differentiable}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _escaped(text: str) -> str:

@@ -17,17 +17,18 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphcap import _guards, _plan, _trace_plan, _warmup
+from graphcap import _delayed, _guards, _plan, _trace_plan, _warmup
 from graphcap import _torch_private as private
 from graphcap._breaks import Planning
-from graphcap._plan import CapturePlan, PartPlan, UnitPlan
+from graphcap._facts import PartFacts, WarmupFacts
+from graphcap._plan import CapturePlan, PartPlan
 from graphcap._tensors import TensorSpec, flatten, planning, tensors_of
 from graphcap._trace_follow import BreakCall
 from graphcap._trace_owners import has_storage
-from graphcap._warmup import PartFacts
 from graphcap.backends import common_device
 from graphcap.backends.refusal_modes import line_text
 from graphcap.backends.scopes import frozen_gc
+from graphcap.backends.tape import TapeBackend
 from graphcap.backends.tape_record import needs_replay
 from graphcap.config import CaptureConfig
 from graphcap.errors import CutError, GraphcapError, PlanError, WarmupError
@@ -52,7 +53,8 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPart:
-    """One part. kind: "graph", "views" (a stretch that holds no kernel: no graph) or "eager". reason, place: why a break
+    """One part. kind: "graph", "views" (a stretch that holds no kernel: no graph), "eager", or "first"
+    (a break that is a function of the arguments alone and runs before everything). reason, place: why a break
     is one, and the line that calls it. parameters: how many elements of parameters it uses (once each), trainable or not;
     backward_graphs: how many are recorded per graph set (one for each set of outputs from which a backward may start).
     stood_in: the break did not run; something declared stood for its result."""
@@ -174,12 +176,14 @@ def _planned(
         _kept_random_state(device),
         _guards.kept_state(modules),
         _guards.leaf_aliases(modules) as parameters,
+        _delayed.quiet(_delayed.owners_of(modules)),
         _guards.kept_autocast(),
     ):
         if asks_for_breaks(break_at):
             made = _cut(made, break_at, watched, watch)
-        seen = [_look(made, unit, parameters, watch.meta) for unit in made.units]
-        return _record(made, seen, parameters, str(device))
+        facts = _warm(made, parameters, watch.meta)
+        seen = [_look(facts, number, watch.meta) for number in range(len(facts.plan.units))]
+        return _record(facts.plan, seen, parameters, str(device))
 
 
 def _cut(made: CapturePlan, break_at: Any, device: torch.device, watch: Planning) -> CapturePlan:
@@ -222,14 +226,14 @@ def _kept_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
+_META_CURE = (
+    ". Meta tensors have no values: break at what reads them (break_at='auto' finds it) and say with stand_ins "
+    "(--like-input) what it returns, or plan a small configuration of the model on the CPU"
+)
+
+
 def _failed(what: str, error: Exception, meta: bool) -> WarmupError:
-    cure = (
-        ". Meta tensors have no values: break at what reads them (break_at='auto' finds it) and say with stand_ins "
-        "(--like-input) what it returns, or plan a small configuration of the model on the CPU"
-        if meta
-        else ""
-    )
-    return WarmupError(f"{what} failed: {type(error).__name__}: {error}{cure}")
+    return WarmupError(f"{what} failed: {type(error).__name__}: {error}{_META_CURE if meta else ''}")
 
 
 # ------------------------------------------------------------------------------------------------------- what a part uses
@@ -276,24 +280,32 @@ class _Seen:
     outputs: tuple[Crossing, ...]
 
 
-def _look(made: CapturePlan, unit: UnitPlan, parameters: _guards.Parameters, meta: bool) -> _Seen:
-    grad = made.order.training and torch.is_grad_enabled()
-    modules = _guards.modules_of(unit.layers)
+def _warm(made: CapturePlan, parameters: _guards.Parameters, meta: bool) -> WarmupFacts:
     try:
-        run = _Looking(unit, unit.samples[0], parameters, grad, modules, False)
-        run.uses = {}
-        run.known = {private.storage_key(p): n for n, p in reversed(list(enumerate(parameters.alias))) if has_storage(p)}
+        return _warmup.run(made, TapeBackend(torch.device("cpu")), parameters)
+    except WarmupError as error:
+        if not meta:
+            raise
+        raise WarmupError(f"{error}{_META_CURE}") from error
+
+
+def _look(facts: WarmupFacts, number: int, meta: bool) -> _Seen:
+    unit, unit_facts = facts.plan.units[number], facts.units[number][0]
+    modules = _guards.modules_of(unit.layers)
+    known = {private.storage_key(p): n for n, p in reversed(list(enumerate(facts.parameters.alias))) if has_storage(p)}
+    try:
+        run = _Looking(
+            unit, unit.samples[0], facts.parameters, unit_facts.grad, modules, unit_facts.reentrant, _delayed.Trial(())
+        )
+        run.uses, run.known = {}, known
         run.forward(watch=False)
-        facts, _ = run.backward(keep_values=True)
     except GraphcapError:
         raise
     except Exception as error:
         raise _failed(f"the run of {unit.title}", error, meta) from error
     result = tensors_of(flatten(unit.program.result(run.env))[0])
-    outputs = tuple(
-        _crossing(TensorSpec.of(t), _source(run.sources.get(id(t))), t.requires_grad) for t in result
-    )
-    return _Seen(tuple(facts), run.uses, outputs)
+    outputs = tuple(_crossing(TensorSpec.of(t), _source(run.sources.get(id(t))), t.requires_grad) for t in result)
+    return _Seen(unit_facts.parts, run.uses, outputs)
 
 
 def _source(place: tuple[int, int] | None) -> str:
@@ -339,7 +351,7 @@ def _part(
     return PlannedPart(
         number,
         part.index,
-        "eager" if not graphed else "graph" if uses.kernels else "views",
+        _kind(part, uses),
         part.name,
         part.reason,
         None if graphed else _place(run),
@@ -354,10 +366,18 @@ def _part(
     )
 
 
+def _kind(part: PartPlan, uses: _Uses) -> str:
+    if part.kind is GRAPHED:
+        return "graph" if uses.kernels else "views"
+    return "first" if part.hoisted else "eager"
+
+
 def _backward_graphs(made: CapturePlan, number: int, facts: PartFacts) -> int:
     """As the recorder: one per phase that the order asks for and has something to do, and per pattern of gradients."""
     if not facts.differentiable:
         return 0
+    if facts.delayed is not None:  # a graph of its own for backward_dw()
+        return 2 * len(facts.patterns)
     asked = {step.phase for step in made.order if step.chunk == made.units[number].chunk}
     phases = {Phase.I, Phase.W, Phase.B} & (asked | ({Phase.B} if Phase.I in asked else set()))
     has_work = {Phase.I: bool(facts.grad_inputs), Phase.W: bool(facts.parameters), Phase.B: True}

@@ -6,17 +6,23 @@ arriving gradients, replays and hands out gradients that nobody else owns. Eager
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from graphcap import _delayed
 from graphcap import _torch_private as private
-from graphcap._capture import BackwardGraph, CaptureSet, GraphSet, PartGraphs
-from graphcap._parts import OutIndex, distinct_tensors, entry_values
-from graphcap._plan import PartPlan
+from graphcap._attributes import Attribute, Placed
+from graphcap._capture_set import BackwardGraph, CaptureSet, GraphSet, PartGraphs
+from graphcap._copies import Copies, fresh, memory_of
+from graphcap._eager_part import run_eager
+from graphcap._facts import PartFacts, Pattern
+from graphcap._flight import Flight, Side, Slot
+from graphcap._guards import Parameters
+from graphcap._parts import OutIndex, entry_values
+from graphcap._quantization import FIRST_MICROBATCH, QuantizedPart
 from graphcap._tensors import (
     Getter,
     Structure,
@@ -24,74 +30,12 @@ from graphcap._tensors import (
     flatten,
     getters,
     overlaps,
-    same_constant,
     static_copy,
     unflatten,
 )
-from graphcap._warmup import PartFacts, Pattern, dense_strides
-from graphcap.errors import InFlightError, InputMismatch, ReplayError, StateError
+from graphcap._warmup import dense_strides
+from graphcap.errors import InputMismatch, ReplayError, StateError
 from graphcap.order import Phase
-from graphcap.partial_layer import NOTHING, run_call
-
-
-class Flight:
-    """One forward whose backward is still to come. The slot refers to it weakly: when the last autograd node that holds
-    it is gone (the caller dropped the result), the slot is free."""
-
-    __slots__ = ("__weakref__", "done", "ending", "finished", "generation", "input_results", "on_finish", "phase")
-
-    def __init__(self, generation: int, on_finish: Callable[[], None]) -> None:
-        self.generation = generation
-        self.phase = Phase.B
-        self.finished = self.ending = False
-        self.done: set[tuple[int, Phase]] = set()
-        self.input_results: dict[int, list[torch.Tensor | None]] = {}
-        self.on_finish = on_finish
-
-    def finish_after_backward(self) -> None:
-        """The running backward pass is the last one, whichever parts it reaches."""
-        if not self.ending:
-            self.ending = True
-            private.after_backward(self.finish)
-
-    def finish(self) -> None:
-        if not self.finished:
-            self.finished = True
-            self.on_finish()
-
-
-@dataclass(slots=True)
-class Slot:
-    """The life of one set of static buffers."""
-
-    number: int
-    generation: int = 0
-    flight: weakref.ref[Flight] | None = None
-    holder: tuple[str, int] = ("", 0)  # title of the unit, microbatch: words only where an error needs them
-
-    def in_flight(self) -> bool:
-        flight = None if self.flight is None else self.flight()
-        return flight is not None and not flight.finished
-
-    def was_dropped(self) -> bool:
-        return self.flight is not None and self.flight() is None
-
-    def require_free(self, title: str, microbatch: int) -> None:
-        if self.in_flight():
-            raise InFlightError(
-                f"{title}, microbatch {microbatch} needs slot {self.number}, but the forward of {self.holder[0]}, "
-                f"microbatch {self.holder[1]} is still in flight there: its backward has not run and its result is alive. "
-                "Run that backward, drop the result, call reset(), or capture with an order that has more microbatches in "
-                "flight"
-            )
-
-    def take(self, holder: tuple[str, int], on_finish: Callable[[], None]) -> Flight:
-        flight = Flight(self.generation, on_finish)
-        self.flight, self.holder = weakref.ref(flight), holder
-        return flight
-
-    def release(self) -> None:
-        self.flight = None
 
 
 class _PartNode(torch.autograd.Function):
@@ -99,7 +43,7 @@ class _PartNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bound: BoundPart, flight: Flight, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = bound.run(tensors)
+        outputs = bound.run(tensors, flight.side)
         ctx.bound, ctx.flight = bound, flight
         ctx.set_materialize_grads(False)
         if bound.undifferentiable:
@@ -116,15 +60,7 @@ class _PartNode(torch.autograd.Function):
         return (None, None, *ctx.bound.backward(ctx.flight, gradients))
 
 
-@dataclass(slots=True)
-class _Memory:
-    """A static tensor to copy into: its compact view, where it lies, and whether copies may be left out."""
-
-    place: int
-    static: torch.Tensor
-    address: int
-    storage: int
-    expanded: bool
+_apply_node = private.node_apply(_PartNode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +76,41 @@ class _Added:
     address: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What runs for one set of arriving gradients: the graph, the results that they lead to, and how those leave."""
+
+    graph: BackwardGraph | None
+    reached: frozenset[int]
+    kept: list[tuple[int, torch.Tensor]]
+    copied: list[tuple[int, torch.Tensor]]
+    packed: list[tuple[int, int]]
+
+
 class BoundPart:
     """One graphed part of one graph set, ready to run."""
 
     def __init__(self, graphs: PartGraphs, index: int, slot: Slot, capture: CaptureSet, alias_outputs: bool) -> None:
         self.graphs, self.facts, self.index, self.slot = graphs, graphs.facts, index, slot
         self.retain = capture.plan.config.retain_graph
-        self.alias_gradients = capture.plan.config.grads == "alias"
-        self.incoming = [
-            _memory(place, static)
-            for place, static in enumerate(graphs.inputs)
-            if not graphs.linked[place]
-        ]
-        self.arriving = [_memory(p, g) for p, g in zip(self.facts.grad_outputs, graphs.grad_outputs, strict=False)]
+        linked = graphs.linked
+        self.incoming = Copies([memory_of(n, static) for n, static in enumerate(graphs.inputs) if not linked[n]])
+        self.arriving = Copies(
+            [memory_of(n, g) for n, g in zip(self.facts.grad_outputs, graphs.grad_outputs, strict=False)]
+        )
         self.leaving = frozenset() if alias_outputs else _leaving(self.facts)
-        real = capture.parameters.real
+        real = self._real = capture.parameters.real
+        deliveries = () if self.facts.delayed is None else self.facts.delayed.deliveries
+        self.aliased = frozenset(
+            i
+            for i in (*self.facts.parameters, *(delivery.index for delivery in deliveries))
+            if capture.plan.config.grads == "alias" or id(real[i]) in capture.plan.alias_parameters
+        )
+        self._main_grads = [
+            (real[i], grad, grad.data_ptr(), capture.parameters.names[i])
+            for i in self._touched(capture.parameters)
+            if isinstance(grad := getattr(real[i], "main_grad", None), torch.Tensor) and i not in capture.buffers
+        ]
         self.returned = [real[i] for i in self.facts.parameters if i not in capture.buffers]
         self.added = [
             _Added(
@@ -173,39 +129,56 @@ class BoundPart:
             static.stride() != dense_strides(static) and not overlaps(compact(static)) for static in graphs.outputs
         ]
         self.undifferentiable = [n for n, spec in enumerate(self.facts.made) if not spec.requires_grad]
+        self._width = len(self.facts.reads) + len(self.returned) + bool(self.added)
         self._returned_at = [n for n, i in enumerate(self.facts.parameters) if i not in capture.buffers]
-        self.fresh_inputs = {
-            n: not graphs.linked[n] for n in self.facts.grad_inputs
-        }
+        self._grad_places = self.facts.grad_outputs
+        self.quantized: QuantizedPart | None = None  # set where the part runs quantised modules
+        self.is_last = False  # whether nothing of the unit comes after it
         self._reach: list[tuple[int, str, tuple[Getter, ...]]] | None = None
         self._made_names = _bare_makes(self.facts)
-        self._choices: dict[tuple[Phase, Pattern], tuple[BackwardGraph | None, frozenset[int]]] = {}
+        self._choices: dict[tuple[Phase, Pattern], _Choice] = {}
 
     # ------------------------------------------------------------------------------------------------------ forward
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(self, tensors: Sequence[torch.Tensor], side: Side | None) -> tuple[torch.Tensor, ...]:
         """Copy in, replay, and give the static outputs as new tensor objects (copies where they leave as copies)."""
-        _copy([(memory, tensors[memory.place]) for memory in self.incoming])
-        self.graphs.forward.replay()
+        if self.slot.tail is not None:
+            self.slot.settle()
+        self.incoming.fill(tensors)
+        if side is None:
+            self.graphs.forward.replay()
+        else:
+            self.slot.tail = side.replay(self.graphs.forward, whole=not self.is_last)
+        if not self.leaving:
+            return tuple([static.detach() for static in self.graphs.outputs])
         return tuple(
             (static_copy(static) if self._gaps[place] else static.clone()) if place in self.leaving else static.detach()
             for place, static in enumerate(self.graphs.outputs)
         )
 
-    def call(self, env: dict[str, Any], flight: Flight | None, anchor: torch.Tensor) -> None:
+    def call(self, env: dict[str, Any], flight: Flight | None, anchor: torch.Tensor, side: Side | None) -> None:
         tensors = self._gather(env)
+        if self.quantized is not None:
+            ticket = self.quantized.before(self.slot.first, flight is not None)
+            if flight is not None:
+                flight.tickets[self.index] = ticket
         if flight is None:
             with torch.no_grad():
-                outputs = self.run(tensors)
+                outputs = self.run(tensors, side)
         else:
-            extra = self.returned if not self.added else [*self.returned, anchor]
-            outputs = _PartNode.apply(self, flight, *tensors, *extra)  # type: ignore[no-untyped-call]
+            if self.added and not any(tensor.requires_grad for tensor in tensors):
+                outputs = _apply_node(self, flight, *tensors, *self.returned, anchor)  # else there would be no node
+            else:
+                outputs = _apply_node(self, flight, *tensors, *self.returned)
         if self._made_names is not None:
             for name, place in self._made_names:
                 env[name] = outputs[place]
             return
         leaves = [outputs[leaf.place] if isinstance(leaf, OutIndex) else leaf for leaf in self.facts.make_leaves]
-        env.update(zip(self.facts.part.makes, unflatten(self.facts.make_structure, leaves), strict=True))
+        made = dict(zip(self.facts.part.makes, unflatten(self.facts.make_structure, leaves), strict=True))
+        if not isinstance(made.get(FIRST_MICROBATCH), torch.Tensor):
+            made.pop(FIRST_MICROBATCH, None)  # a host value that passes through: eager parts get this call's
+        env.update(made)
 
     def _gather(self, env: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors that the part reads, each once. Structures were checked where the values came from (the call, an
@@ -263,32 +236,52 @@ class BoundPart:
 
     def backward(self, flight: Flight, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Replay the backward for the gradients that arrived; one result per input of the node."""
-        phase = self._phase(flight)
-        nothing: list[torch.Tensor | None] = [None] * (len(self.facts.reads) + len(self.returned) + bool(self.added))
-        arrived = [gradients[memory.place] for memory in self.arriving]
-        if all(gradient is None for gradient in arrived):
-            return nothing
+        phase = flight.phase
+        if flight.hold is not None:
+            phase = Phase.B  # what is put off is no business of autograd's
+        elif phase is Phase.W and (self.index, Phase.I) not in flight.done:
+            phase = Phase.B  # no input gradient was asked of this part, so nothing is there to build on
+        pattern = tuple([gradients[place] is not None for place in self._grad_places])
+        if True not in pattern:
+            return [None] * self._width
         self._require_valid(flight, phase)
-        graph, reached = self._choose(phase, arrived)
-        if graph is None and phase is not Phase.W:
-            return nothing
+        if self.slot.nest is not None:
+            self.slot.nest.require_turn(self.slot.unit, f"the backward of part {self.facts.part.name}", None)
+        choice = self._choices.get((phase, pattern)) or self._choose(phase, pattern)
         if phase is not Phase.W:
-            self._copy_gradients(arrived)
+            if choice.graph is None:
+                return [None] * self._width
+            if self.slot.tail is not None:
+                self.slot.settle()
+            self.arriving.fill(gradients)
+        if self._main_grads:
+            self._require_main_grads()
         if phase is not Phase.I:
-            self._bind_buffers(reached)
-            flight.finish_after_backward()
-        if graph is not None:  # a part without parameters has nothing to do in a W step but to hand on
-            graph.graph.replay()
-        results = self._results(flight, phase, graph, reached)
+            if self.added:
+                self._bind_buffers(choice.reached)
+            if flight.hold is None:
+                flight.finish_after_backward()
+        if choice.graph is not None:  # a part without parameters has nothing to do in a W step but to hand on
+            self._replay(choice.graph, flight)
+            if self.quantized is not None:
+                self.quantized.after(flight.tickets[self.index])
+        results = self._results(flight, phase, choice)
         flight.done.add((self.index, phase))
-        if phase is not Phase.I:
-            self._fire_hooks(reached)
+        if flight.hold is not None and choice.graph is not None:
+            flight.chosen[self.index] = choice.graph.pattern
+            flight.hold(flight)
+        if self.added and phase is not Phase.I:
+            self._fire_hooks(choice.reached)
         return results
 
-    def _phase(self, flight: Flight) -> Phase:
-        if flight.phase is Phase.W and (self.index, Phase.I) not in flight.done:
-            return Phase.B  # no input gradient was asked of this part, so nothing is there to build on
-        return flight.phase
+    def _replay(self, graph: BackwardGraph, flight: Flight) -> None:
+        """Replay, and do what the Python of the backward does to parameters. The results are read at once: all of it."""
+        if flight.side is None:
+            graph.graph.replay()
+        else:
+            flight.side.replay(graph.graph, whole=True)
+        for index, name, value in graph.marks:
+            setattr(self._real[index], name, value)
 
     def _require_valid(self, flight: Flight, phase: Phase) -> None:
         if flight.generation != self.slot.generation:
@@ -303,68 +296,117 @@ class BoundPart:
                 "CaptureConfig(retain_graph=True) to allow it"
             )
 
-    def _choose(
-        self, phase: Phase, arrived: Sequence[torch.Tensor | None]
-    ) -> tuple[BackwardGraph | None, frozenset[int]]:
-        """The backward graph for the gradients that arrived, and which results they lead to. Where none was recorded for
-        just these, the one for all outputs runs on zeros, and what only the missing ones lead to stays None."""
-        pattern = tuple(gradient is not None for gradient in arrived)
-        choice = self._choices.get((phase, pattern))
-        if choice is None:
-            graphs = self.graphs.backward.get(phase, ())
-            exact = next((graph for graph in graphs if graph.pattern == pattern), None)
-            every = next((graph for graph in graphs if all(graph.pattern)), None)
-            arriving = [results for results, there in zip(self.facts.reach, pattern, strict=True) if there]
-            choice = self._choices[phase, pattern] = (exact or every, frozenset().union(*arriving))
+    def _choose(self, phase: Phase, pattern: Pattern) -> _Choice:
+        """Where no graph was recorded for just the gradients that arrived, the one for all outputs runs on zeros, and what
+        only the missing ones lead to stays None."""
+        graphs = self.graphs.backward.get(phase, ())
+        exact = next((graph for graph in graphs if graph.pattern == pattern), None)
+        graph = exact or next((graph for graph in graphs if all(graph.pattern)), None)
+        reached = frozenset().union(
+            *(results for results, there in zip(self.facts.reach, pattern, strict=True) if there)
+        )
+        choice = self._choices[phase, pattern] = _Choice(graph, reached, *self._ways_out(phase, graph, reached))
         return choice
 
-    def _copy_gradients(self, arrived: Sequence[torch.Tensor | None]) -> None:
-        pairs = []
-        for memory, gradient in zip(self.arriving, arrived, strict=True):
-            if gradient is None:
-                memory.static.zero_()
-            elif gradient.layout is not torch.strided:
-                raise InputMismatch(
-                    f"part {self.facts.part.name}: a gradient with the layout {gradient.layout} arrived; only dense "
-                    "gradients can be copied into a static buffer (embedding(sparse=True) in an eager part?)"
-                )
-            else:
-                pairs.append((memory, gradient))
-        _copy(pairs)
-
-    def _results(
-        self, flight: Flight, phase: Phase, graph: BackwardGraph | None, reached: frozenset[int]
-    ) -> list[torch.Tensor | None]:
-        held: tuple[torch.Tensor | None, ...] = () if graph is None else graph.results
+    def _ways_out(
+        self, phase: Phase, graph: BackwardGraph | None, reached: frozenset[int]
+    ) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]], list[tuple[int, int]]]:
+        """(place among the node's inputs, static gradient) of what is handed on as it is, of what is copied; and (place,
+        number of the result) of what the arena holds."""
+        kept: list[tuple[int, torch.Tensor]] = []
+        copied: list[tuple[int, torch.Tensor]] = []
+        packed: list[tuple[int, int]] = []
+        if graph is None:
+            return kept, copied, packed
         inputs = len(self.facts.grad_inputs)
-        offset = 0 if phase is not Phase.W else -inputs  # where the parameters begin in the graph's results
-        results: list[torch.Tensor | None] = [None] * len(self.facts.reads)
-        to_copy: list[tuple[int, torch.Tensor]] = []
-        if phase is Phase.W:
-            results = list(flight.input_results.pop(self.index))
-        else:
+        if phase is not Phase.W:
             for number, place in enumerate(self.facts.grad_inputs):
-                gradient = held[number]
+                gradient = graph.results[number]
                 if gradient is not None and number in reached:
-                    results[place] = gradient
-                    if self.fresh_inputs[place]:
-                        to_copy.append((place, gradient))
-        for n, at in enumerate(self._returned_at):
-            gradient = None
-            if phase is not Phase.I and inputs + at in reached:
-                gradient = held[inputs + offset + at]
-            if gradient is not None and not self.alias_gradients:
-                to_copy.append((len(self.facts.reads) + n, gradient))
-            elif gradient is not None:
-                gradient = gradient.detach()  # autograd keeps a gradient as `.grad` that nobody else refers to
-            results.append(gradient)
-        if self.added:
-            results.append(None)
-        for (place, _), copy in zip(to_copy, fresh([gradient for _, gradient in to_copy]), strict=True):
-            results[place] = copy
+                    (kept if self.graphs.linked[place] else copied).append((place, gradient))
         if phase is Phase.I:
-            flight.input_results[self.index] = results[: len(self.facts.reads)]
+            return kept, copied, packed
+        begin = inputs if phase is not Phase.W else 0  # where the parameters begin in the graph's results
+        held = frozenset() if graph.arena is None else graph.arena.numbers
+        for n, at in enumerate(self._returned_at):
+            gradient, place = graph.results[begin + at], len(self.facts.reads) + n
+            if gradient is None or inputs + at not in reached:
+                continue
+            if begin + at in held:
+                packed.append((place, begin + at))
+            else:
+                (kept if self.facts.parameters[at] in self.aliased else copied).append((place, gradient))
+        return kept, copied, packed
+
+    def _results(self, flight: Flight, phase: Phase, choice: _Choice) -> list[torch.Tensor | None]:
+        results: list[torch.Tensor | None] = [None] * self._width
+        reads = len(self.facts.reads)
+        if phase is Phase.W:
+            results[:reads] = flight.input_results.pop(self.index)
+        for place, gradient in choice.kept:
+            # autograd keeps a gradient as `.grad` that nobody else refers to: an alias that is new each time
+            results[place] = gradient if place < reads else gradient.detach()
+        if len(choice.copied) == 1:
+            results[choice.copied[0][0]] = choice.copied[0][1].clone()
+        elif choice.copied:
+            copies = fresh([gradient for _, gradient in choice.copied])
+            for (place, _), copy in zip(choice.copied, copies, strict=True):
+                results[place] = copy
+        if choice.packed:
+            assert choice.graph is not None
+            assert choice.graph.arena is not None
+            views = choice.graph.arena.fresh()
+            for place, number in choice.packed:
+                results[place] = views[number]
+        if phase is Phase.I:
+            flight.input_results[self.index] = results[:reads]
         return results
+
+    # -------------------------------------------------------------------------------------- delayed weight gradients
+
+    def _touched(self, parameters: Parameters) -> set[int]:
+        """The parameters whose main_grad this part's backward, or backward_dw(), may add into."""
+        owners = () if self.facts.delayed is None else self.facts.delayed.owners
+        indices = {parameters.index_of(parameter) for owner in owners for parameter in owner.parameters()}
+        return {*self.facts.parameters, *(index for index in indices if index is not None)}
+
+    def weight_grad(self, flight: Flight) -> None:
+        """Replay `backward_dw()`, leave the gradients where it leaves them, and tell who waits for them."""
+        delayed = self.facts.delayed
+        if delayed is None or (self.index, Phase.B) not in flight.done:
+            return
+        self._require_valid(flight, Phase.W)
+        self._require_main_grads()
+        pattern = flight.chosen[self.index]
+        graph = next(graph for graph in self.graphs.backward[Phase.W] if graph.pattern == pattern)
+        self._replay(graph, flight)
+        for delivery, gradient in zip(delayed.deliveries, graph.results, strict=True):
+            assert gradient is not None
+            self._deliver(delivery, gradient)
+        flight.done.add((self.index, Phase.W))
+        for owner in delayed.owners:
+            _delayed.fire(owner)
+
+    def _deliver(self, delivery: _delayed.Delivery, gradient: torch.Tensor) -> None:
+        real = self._real[delivery.index]
+        if real.grad is not None and delivery.mode == "keep":
+            return
+        if real.grad is not None and delivery.mode == "add":
+            with torch.no_grad():
+                real.grad.add_(gradient)
+            return
+        real.grad = gradient.detach() if delivery.index in self.aliased else gradient.clone()
+
+    def _require_main_grads(self) -> None:
+        for parameter, grad, address, name in self._main_grads:
+            now = getattr(parameter, "main_grad", None)
+            if now is not grad or grad.data_ptr() != address:
+                raise StateError(
+                    f"{name}.main_grad is another tensor, or lies elsewhere, than at capture, and the graph may add into "
+                    "the old one: keep the buffer and zero it in place, or capture again"
+                )
+
+    # ------------------------------------------------------------------------------------------- grads="accumulate"
 
     def _bind_buffers(self, reached: frozenset[int]) -> None:
         """grads="accumulate": `.grad` is the buffer that the graph adds into, or becomes it again, zeroed; where no
@@ -373,78 +415,52 @@ class BoundPart:
         for entry in self.added:
             if entry.result not in reached:
                 continue
-            if getattr(entry.parameter, "_backward_hooks", None):
-                raise StateError(
-                    f"{entry.name} got a tensor hook (register_hook) after capture, which never sees a gradient that the "
-                    "graph adds itself: remove it, or capture with grads='return'"
-                )
-            if not entry.parameter.requires_grad:
-                raise StateError(
-                    f"{entry.name} was frozen (requires_grad_(False)) between forward and backward, but the graph adds its "
-                    "gradient: freeze it before the forward, and capture again"
-                )
-            bound = getattr(entry.parameter, entry.home, None)
-            if bound is entry.buffer and bound.data_ptr() == entry.address:
-                continue
-            if bound is entry.buffer:
-                raise StateError(
-                    f"{entry.name}.{entry.home} has moved to other memory (.data was rebound), but the graph adds into the "
-                    "old one: change values in place, or capture again"
-                )
-            if bound is not None or entry.home == "main_grad":
-                raise StateError(
-                    f"{entry.name}.{entry.home} is another tensor than the buffer that the graph adds into: put that one "
-                    "back (or set .grad to None, as zero_grad(set_to_none=True) does), zero the buffer in place, or "
-                    "capture with grads='return'"
-                )
-            entry.parameter.grad = entry.buffer
-            emptied.append(entry.buffer)
+            parameter, buffer = entry.parameter, entry.buffer
+            bound = parameter.grad if entry.home == "grad" else getattr(parameter, "main_grad", None)
+            if parameter._backward_hooks or not parameter.requires_grad:
+                raise self._unfit(entry)
+            if bound is buffer:
+                if buffer.data_ptr() != entry.address:
+                    raise self._unfit(entry)
+            elif bound is None and entry.home == "grad":
+                parameter.grad = buffer
+                emptied.append(buffer)
+            else:
+                raise self._unfit(entry)
         if emptied:
             torch._foreach_zero_(emptied)
 
+    @staticmethod
+    def _unfit(entry: _Added) -> StateError:
+        """Why the graph's own adding would not do what autograd does."""
+        bound = getattr(entry.parameter, entry.home, None)
+        if entry.parameter._backward_hooks:
+            return StateError(
+                f"{entry.name} got a tensor hook (register_hook) after capture, which never sees a gradient that the "
+                "graph adds itself: remove it, or capture with grads='return'"
+            )
+        if not entry.parameter.requires_grad:
+            return StateError(
+                f"{entry.name} was frozen (requires_grad_(False)) between forward and backward, but the graph adds its "
+                "gradient: freeze it before the forward, and capture again"
+            )
+        if bound is entry.buffer:
+            return StateError(
+                f"{entry.name}.{entry.home} has moved to other memory (.data was rebound), but the graph adds into the "
+                "old one: change values in place, or capture again"
+            )
+        return StateError(
+            f"{entry.name}.{entry.home} is another tensor than the buffer that the graph adds into: put that one "
+            "back (or set .grad to None, as zero_grad(set_to_none=True) does), zero the buffer in place, or "
+            "capture with grads='return'"
+        )
+
     def _fire_hooks(self, reached: frozenset[int]) -> None:
         for entry in self.added:
-            hooks = getattr(entry.parameter, "_post_accumulate_grad_hooks", None)
-            for hook in list(hooks.values()) if hooks and entry.result in reached else ():
-                hook(entry.parameter)
-
-
-def _memory(place: int, static: torch.Tensor) -> _Memory:
-    core = compact(static)
-    return _Memory(place, core, static.data_ptr(), static.untyped_storage().data_ptr(), core.shape != static.shape)
-
-
-def _copy(pairs: Sequence[tuple[_Memory, torch.Tensor]]) -> None:
-    """Copy what does not lie in its place already, all in one foreach."""
-    targets, sources = [], []
-    for memory, tensor in pairs:
-        if tensor.data_ptr() == memory.address and (memory.expanded or tensor.stride() == memory.static.stride()):
-            continue
-        targets.append(memory.static)
-        sources.append(_like(tensor, memory.static) if memory.expanded else tensor)
-    written = {memory.storage for memory, _ in pairs}
-    for n, source in enumerate(sources):  # an aliased output that comes back may lie in what is written here
-        if source.untyped_storage().data_ptr() in written and source.numel():
-            sources[n] = source.clone()
-    if len(targets) == 1:
-        targets[0].copy_(sources[0])
-    elif targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def _like(tensor: torch.Tensor, core: torch.Tensor) -> torch.Tensor:
-    """The part of an expanded tensor that `core` (size 1 where expanded) holds."""
-    for dim, size in enumerate(core.shape):
-        if tensor.shape[dim] != size:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def fresh(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies on memory of their own. On a GPU one kernel copies many: x * 1 has the bits of x."""
-    if len(tensors) > 1 and tensors[0].is_cuda and all(t.is_floating_point() for t in tensors):
-        return list(torch._foreach_mul(list(tensors), 1))
-    return [tensor.clone() for tensor in tensors]
+            hooks = entry.parameter._post_accumulate_grad_hooks
+            if hooks and entry.result in reached:
+                for hook in list(hooks.values()):
+                    hook(entry.parameter)
 
 
 def _bare_makes(facts: PartFacts) -> list[tuple[str, int]] | None:
@@ -472,6 +488,9 @@ def _count(structure: Structure) -> int:
     return 1 if structure.kind is None else sum(_count(child) for child in structure.children)
 
 
+_Owned = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by id of a static tensor: it, and the copy that leaves
+
+
 class BoundSet:
     """One graph set, ready to run one microbatch."""
 
@@ -481,12 +500,15 @@ class BoundSet:
         self.spec = next(sample.spec for sample in graph_set.unit.samples if sample.slot == graph_set.slot)
         alias = capture.plan.outputs_alias
         self.alias = alias
+        self.placed = Placed()
         self.parts = [
             None if graphs is None else BoundPart(graphs, index, slot, capture, alias)
             for index, graphs in enumerate(graph_set.parts)
         ]
-        differentiable = [part for part in self.parts if part is not None and part.facts.differentiable]
-        self.has_backward = bool(differentiable)
+        graphed = [part for part in self.parts if part is not None]
+        for part in graphed[-1:]:
+            part.is_last = part.index == len(self.parts) - 1
+        self.has_backward = any(part.facts.differentiable for part in graphed)
         self._static = {
             tensor.untyped_storage().data_ptr()
             for part in self.parts
@@ -495,74 +517,55 @@ class BoundSet:
         }
 
     def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], flight: Flight | None, anchor: torch.Tensor
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        flight: Flight | None,
+        anchor: torch.Tensor,
+        side: Side | None = None,
     ) -> Any:
         """The outputs of the unit for checked arguments. Raises InputMismatch if an eager part's results differ."""
         env = entry_values(self.unit, args, kwargs)
+        owned: _Owned = {}
         for part, bound, facts in zip(self.unit.parts, self.parts, self.facts.parts, strict=True):
             if bound is None:
-                run_eager(part, facts, env)
+                run_eager(part, facts, env, lambda call: self._put(call.sets, env, owned))
             else:
-                bound.call(env, flight if bound.facts.differentiable else None, anchor)
+                bound.call(env, flight if bound.facts.differentiable else None, anchor, side)
         value = self.unit.program.result(env)
-        return value if self.alias else self._owned(value)
+        value = value if self.alias else self._owned(value, owned)
+        self._put(self.unit.program.sets, env, owned)
+        return value
 
-    def _owned(self, value: Any) -> Any:
-        """Copies of what still lies in static memory (values that are also read inside, or pass through)."""
+    def weight_grad(self, flight: Flight) -> None:
+        """What `backward_dw()` of the unit's modules would do after this flight's backward, the last part first. Modules
+        of eager parts ran as Python, and so does their put-off work."""
+        for facts, bound in zip(reversed(self.facts.parts), reversed(self.parts), strict=True):
+            if bound is not None:
+                bound.weight_grad(flight)
+            elif facts.delayed is not None:
+                for owner in facts.delayed.owners:
+                    _delayed.run(owner)
+
+    def _put(self, attributes: tuple[Attribute, ...], env: dict[str, Any], owned: _Owned) -> None:
+        if attributes:
+            self.placed.put(attributes, env, lambda value: value if self.alias else self._owned(value, owned))
+
+    def _owned(self, value: Any, copies: _Owned) -> Any:
+        """Copies of what still lies in static memory (values that are also read inside, or pass through): one of each."""
         if isinstance(value, torch.Tensor):
-            return value.clone() if self._is_static(value) else value
+            if not self._is_static(value):
+                return value
+            if id(value) not in copies:
+                copies[id(value)] = (value, value.clone())
+            return copies[id(value)][1]
         leaves, structure = flatten(value)
         changed = False
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and self._is_static(leaf):
-                leaves[place] = leaf.clone()
+                leaves[place] = self._owned(leaf, copies)
                 changed = True
         return unflatten(structure, leaves) if changed else value
 
     def _is_static(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in self._static
-
-
-def run_eager(part: PartPlan, facts: PartFacts, env: dict[str, Any]) -> None:
-    """Run an eager part as it is, and check that what it made is what the next graph expects."""
-    scope = {NOTHING: None, **{name: env[name] for name in part.reads}}
-    for call in part.calls:
-        run_call(call, scope)
-    makes = [scope[name] for name in part.makes]
-    leaves, structure = flatten(makes)
-    if structure != facts.make_structure:
-        raise InputMismatch(f"eager part {part.name} returned another structure than at capture")
-    for number, (leaf, expected) in enumerate(zip(leaves, facts.make_leaves, strict=True)):
-        problem = _output_problem(leaf, expected, facts)
-        if problem:
-            raise InputMismatch(
-                f"eager part {part.name}, output {number}: {problem}. What crosses a break must have a static shape and "
-                "value: let the eager part contain whatever changes"
-            )
-    _require_identity(part, facts, distinct_tensors([env[name] for name in part.reads]), leaves)
-    env.update(zip(part.makes, makes, strict=True))
-
-
-def _require_identity(part: PartPlan, facts: PartFacts, came: list[torch.Tensor], leaves: list[Any]) -> None:
-    """A tensor under two names gets the sum of both gradients in another order than two tensors do."""
-    numbers = {id(tensor): number for number, tensor in enumerate(came)}
-    for leaf, expected in zip(leaves, facts.make_leaves, strict=True):
-        if isinstance(expected, OutIndex) and leaf.requires_grad:
-            now, then = numbers.get(id(leaf)), facts.returned[expected.place]
-            if now != then:
-                what = ("the very tensor that it read", "a new tensor")
-                raise InputMismatch(
-                    f"eager part {part.name} returned {what[now is None]}, but {what[then is None]} at capture: gradients "
-                    "would be added in another order than eager's. Return a new tensor always (x.view_as(x) is one)"
-                )
-
-
-def _output_problem(leaf: Any, expected: Any, facts: PartFacts) -> str | None:
-    if isinstance(expected, OutIndex):
-        if not isinstance(leaf, torch.Tensor):
-            return f"expected a tensor ({facts.made[expected.place]}), got {leaf!r}"
-        spec = facts.made[expected.place]
-        return spec.difference(leaf, strict=False, grad_mode=torch.is_grad_enabled())
-    if isinstance(leaf, torch.Tensor):
-        return f"expected {expected!r}, got a tensor"
-    return None if same_constant(expected, leaf) else f"expected {expected!r}, got {leaf!r}"

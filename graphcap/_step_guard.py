@@ -6,6 +6,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_
 from types import CodeType
 from typing import Any
 
@@ -37,6 +39,25 @@ class _Table:
     known: set[str]
     module: nn.Module
     path: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Glance:
+    """What is watched, side by side: values in tables, tensors, sizes, children, hooks."""
+
+    tables: list[dict[Any, Any]]
+    keys: list[Any]
+    values: list[Any]
+    tensors: list[torch.Tensor]
+    addresses: list[int]
+    flags: list[bool]
+    sized: list[Any]
+    lengths: list[int]
+    owners: list[nn.Module]
+    children_keys: list[str]
+    children: list[nn.Module]
+    hooked: list[nn.Module]
+    hooks: list[int]
 
 
 class StepGuard:
@@ -79,6 +100,7 @@ class StepGuard:
                     self._watch_attributes(module, path, changing)
                     if module is not top:
                         self._hooked[id(module)] = (path, module, _hook_count(module))
+        self._glance = self._glance_now()
 
     def _watch_tensor(self, table: dict[Any, Any], key: Any, name: str, tensor: torch.Tensor) -> None:
         self._watched.append(_Watched(table, key, name, tensor, tensor.data_ptr(), tensor.requires_grad))
@@ -104,7 +126,7 @@ class StepGuard:
         known = {*table, *(key for owner, key in changing if owner == id(module))}
         self._names.append(_Table(table, len(table), known, module, path))
         for key, value in table.items():
-            if key not in MODULE_TABLES and (id(module), key) not in changing and not (key == "forward" and _is_ours(value)):
+            if key not in MODULE_TABLES and (id(module), key) not in changing and not _is_ours(key, value):
                 self._watch_value(table, key, _join(path, key), value)
 
     def _watch_value(self, table: dict[Any, Any], key: Any, name: str, value: Any, depth: int = 0) -> None:
@@ -143,9 +165,50 @@ class StepGuard:
 
     def check(self) -> None:
         """Raises StateError naming the first difference."""
+        if not self._unchanged():
+            self._check_each()
+            self._glance = self._glance_now()
+
+    def _glance_now(self) -> _Glance:
+        tensors = [entry.tensor for entry in self._watched]
+        sized = [container for container, _, _ in self._sizes]
+        sized += [entry.table for entry in (*self._tables, *self._names)]
+        hooked = [module for _, module, _ in self._hooked.values()]
+        return _Glance(
+            tables=[table for table, _, _, _ in self._constants] + [entry.table for entry in self._watched],
+            keys=[key for _, key, _, _ in self._constants] + [entry.key for entry in self._watched],
+            values=[value for _, _, _, value in self._constants] + tensors,
+            tensors=tensors,
+            addresses=[entry.address for entry in self._watched],
+            flags=[entry.requires_grad for entry in self._watched],
+            sized=sized,
+            lengths=list(map(len, sized)),
+            owners=[owner for owner, _, _, _ in self._children],
+            children_keys=[key for _, key, _, _ in self._children],
+            children=[child for _, _, _, child in self._children],
+            hooked=hooked,
+            hooks=list(map(len, chain.from_iterable(map(_HOOKS, hooked)))),
+        )
+
+    def _unchanged(self) -> bool:
+        """Whether everything is the very object it was: a handful of comparisons in C for what is looked at one by one
+        where something differs. False says nothing yet."""
+        seen = self._glance
+        return (
+            all(map(is_, map(dict.get, seen.tables, seen.keys), seen.values))
+            and list(map(torch.Tensor.data_ptr, seen.tensors)) == seen.addresses
+            and list(map(_REQUIRES_GRAD, seen.tensors)) == seen.flags
+            and list(map(len, seen.sized)) == seen.lengths
+            and all(all(map(is_, items, before)) for items, before, _ in self._lists)
+            and all(members == frozen for members, frozen, _ in self._sets)
+            and all(map(is_, map(dict.get, map(_MODULES, seen.owners), seen.children_keys), seen.children))
+            and list(map(len, chain.from_iterable(map(_HOOKS, seen.hooked)))) == seen.hooks
+        )
+
+    def _check_each(self) -> None:
         for table, key, name, value in self._constants:
             now = table.get(key)
-            if now is not value and not _same(now, value) and not (key == "forward" and _is_ours(now)):
+            if now is not value and not _same(now, value) and not _is_ours(key, now):
                 raise _changed(name, f"was {_short(value)} at capture and is {_short(now)} now")
         for container, size, name in self._sizes:
             if len(container) != size:
@@ -187,7 +250,7 @@ class StepGuard:
                 continue
             if not hasattr(type(names.module), key):
                 names.known.add(key)
-            elif not (key == "forward" and _is_ours(value)):
+            elif not _is_ours(key, value):
                 what = f"was set on the instance ({_short(value)}) and hides {type(names.module).__name__}.{key} now"
                 raise _changed(_join(names.path, key), what)
         names.count = len(names.table)
@@ -204,6 +267,8 @@ class StepGuard:
                 )
 
 
+_HOOKS = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MODULES, _REQUIRES_GRAD = attrgetter("_modules"), attrgetter("requires_grad")
 _VALUES = {"builtins", "collections", "enum", "types", "argparse", "decimal", "fractions", "datetime", "pathlib"}
 _VOLATILE = frozenset(sys.stdlib_module_names) - _VALUES  # loggers, locks, generators: they decide nothing
 
@@ -234,9 +299,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _is_ours(value: Any) -> bool:
-    """A `forward` that graphcap put there: around the graph for hooks, or by the drop-in."""
-    return str(getattr(value, "__module__", "")).startswith("graphcap.")
+def _is_ours(key: Any, value: Any) -> bool:
+    """A `forward` that graphcap put there, around the graph for hooks, or what the drop-in puts there."""
+    put_there = key in ("forward", "backward_dw", "reset")
+    return put_there and str(getattr(value, "__module__", "")).startswith("graphcap.")
 
 
 def _hook_count(module: nn.Module) -> int:
@@ -285,6 +351,16 @@ def read_by_eager_alone(calls: Iterable[Call]) -> set[tuple[int, str]]:
         if not seen_by_graphs & {"getattr", "vars", "__dict__"}:  # they may name anything
             found |= {(key, name) for name in names - seen_by_graphs}
     return found
+
+
+def names_used(call: Call) -> set[str]:
+    """Every name and text in the code that an eager call runs, as far as it can be followed."""
+    target = getattr(call.run, "target", None)
+    if target is None:
+        return _names_in(call.run, type(getattr(call.run, "__self__", None)))
+    if not isinstance(target.what, nn.Module):
+        return _names_in(target.what, type(None))
+    return set().union(*(_names_in(type(m).forward, type(m)) for m in target.what.modules()))
 
 
 def _names_in(function: Callable[..., Any], owner: type) -> set[str]:

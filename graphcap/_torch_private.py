@@ -57,6 +57,47 @@ def generator_key(generator: torch.Generator) -> int:
     return int(generator._cdata)  # type: ignore[attr-defined]
 
 
+# --- tensors without memory -------------------------------------------------------------------------------------------
+
+
+class _Memoryless(torch.Tensor):
+    """A wrapper around nothing; `used` makes the error that any operator on it raises."""
+
+    used: Callable[[str], Exception]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        stack: list[Any] = [*args, *(kwargs or {}).values()]
+        while stack:
+            item = stack.pop()
+            if isinstance(item, _Memoryless):
+                raise item.used(str(func))
+            if isinstance(item, list | tuple):
+                stack += item
+        raise AssertionError(f"{func} was dispatched to a tensor without memory that is not among its arguments")
+
+
+def memoryless(
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+    used: Callable[[str], Exception],
+) -> torch.Tensor:
+    """A tensor that answers for its shape, strides, dtype and device; any operator on it raises `used(name)`."""
+    make = torch.Tensor._make_wrapper_subclass
+    made: torch.Tensor = make(
+        _Memoryless, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+    made.used = used  # type: ignore[attr-defined]
+    return made
+
+
 # --- dispatch ---------------------------------------------------------------------------------------------------------
 
 
@@ -111,6 +152,23 @@ def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call this at the end of the backward pass that is running; call it from inside an autograd node."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def node_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without the look at every argument for a dead functorch wrapper, which costs as much as the rest
+    where a node has many parameters. Under a functorch transform it is `function.apply` itself, which refuses."""
+    bare: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+    def apply(*args: Any) -> Any:
+        return function.apply(*args) if transformed() else bare(*args)  # type: ignore[no-untyped-call]
+
+    return apply
+
+
+def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Contiguous views of `flat`, one after the other with the shapes of `like`, made in one call."""
+    return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
 
 
 def inside_ddp() -> bool:

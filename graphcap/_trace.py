@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from graphcap import _attributes
 from graphcap import _torch_private as private
 from graphcap._breaks import Breaks, Target
-from graphcap._trace_records import Entry, Place, StateRef, Value, constant, spec, state_of, swapped
+from graphcap._trace_records import Entry, Place, SetRecord, StateRef, Value, constant, spec, state_of, swapped
 from graphcap.backends.refusal_modes import line_text, user_place
 from graphcap.backends.tape_refusals import tensors_in
 from graphcap.errors import CutError
@@ -41,6 +42,9 @@ class Trace(ABC):
         self.calls_in: dict[int, int] = {}  # stretch -> number of calls
         self.visited: set[int] = {id(module) for module in modules}
         self.depth: list[type] = []  # autograd Functions that are running
+        self.tensors_held = _attributes.snapshot(modules)  # at the beginning of the stretch
+        self._before = dict(self.tensors_held)
+        self._set_places: set[tuple[int, str]] = set()  # what stretches set; what breaks set is theirs
         self.active = False
         self._applies = False  # the arguments of a Function are being replaced
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Value]] = {}
@@ -109,6 +113,33 @@ class Trace(ABC):
             self.register(proxy, value)
             return proxy, name
         return home, value.name
+
+    # ------------------------------------------------------------------------------------------------------ attributes
+
+    @abstractmethod
+    def set_leaf(self, tensor: torch.Tensor, title: str) -> Any:
+        """What an attribute was set to, as the script has it."""
+
+    def take_changes(self) -> list[SetRecord]:
+        """The tensor attributes that were set since the last look."""
+        now = _attributes.snapshot(self.modules)
+        found = _attributes.changes(self.tensors_held, now)
+        self.tensors_held = now
+        self._set_places.update(found)
+        records: list[SetRecord] = []
+        for (_, key), (module, value) in found.items():
+            leaf = value
+            if isinstance(value, torch.Tensor):
+                if self.value_of(value) is None:
+                    self.unknown(value, f"set:{len(records)}")
+                leaf = self.set_leaf(value, f"{type(module).__name__}.{key}")
+            records.append(SetRecord(module, key, leaf))
+        return records
+
+    def put_attributes_back(self) -> None:
+        """The run is over: attributes are as they were, and their tensors can go."""
+        _attributes.put_back(self._before, self.modules, self._set_places)
+        self.tensors_held, self._before = {}, {}
 
     # ----------------------------------------------------------------------------------------------------------- calls
 

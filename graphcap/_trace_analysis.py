@@ -14,14 +14,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphcap import _guards
+from graphcap import _attributes, _guards
 from graphcap import _torch_private as private
+from graphcap._attributes import ABSENT
 from graphcap._breaks import Breaks, Target, intercepted
 from graphcap._tensors import check_leaf, compact, empty_static, flatten, tensor_problem, tensors_of, unflatten
 from graphcap._trace import Mode
+from graphcap._trace_hoist import Recipes, Recomputed, StandIn
 from graphcap._trace_owners import Owners, has_storage
-from graphcap._trace_records import OUTSIDE, BreakRecord, Place, Ref, Script, Value, spec, strided_clone, taken_apart
+from graphcap._trace_records import (
+    OUTSIDE,
+    BreakRecord,
+    Place,
+    Ref,
+    Script,
+    SetRecord,
+    StateRef,
+    Value,
+    spec,
+    strided_clone,
+    taken_apart,
+)
 from graphcap.backends.refusal_modes import line_text, user_place
+from graphcap.backends.tape_refusals import tensors_in
 from graphcap.errors import CutError, GraphcapError, SampleError
 
 
@@ -36,10 +51,19 @@ class Analysis(Owners):
         device: torch.device,
         cloned: frozenset[tuple[str, int]],
         constants: Mapping[int, private.StorageKey],
+        hoists: bool = True,
     ) -> None:
         super().__init__(modules, breaks, grad, device, constants)
-        self.cloned = cloned
+        self.cloned, self.hoists = cloned, hoists
+        self.recipes = Recipes()
+        self._hoisted: list[BreakRecord] = []
+        self._open: dict[tuple[int, str], SetRecord] = {}  # attributes that this stretch has set
+        self._sets: list[tuple[SetRecord, ...]] = []
+        self._kept: tuple[SetRecord, ...] = ()
+        self._set_by_breaks: dict[tuple[int, str], str] = {}
         self.called_targets: set[int] = set()
+        self.stack: list[nn.Module] = []  # the modules that are running
+        self.callers: dict[int, nn.Module | None] = {}  # of break modules and functions
         self._reads: dict[int, dict[str, None]] = {}
         self._records: list[BreakRecord] = []
         self._unseen: set[str] = set()
@@ -55,15 +79,20 @@ class Analysis(Owners):
         for number, tensor in enumerate(distinct(args, kwargs)):
             self.own(tensor, OUTSIDE)
             self.inputs.append(self.new_value(tensor, f"input {number}", OUTSIDE, None).name)
-        with torch.set_grad_enabled(self.grad), intercepted(self, self.breaks), _guards.kept_autocast():
-            with self._watching():
-                result = function(*args, **kwargs)
-                for number, tensor in enumerate(tensors_of(flatten(result)[0])):
-                    if self.value_of(tensor) is None:
-                        self.unknown(tensor, f"out:{number}")
-        leaves, structure = flatten(result)
-        self._output = (structure, tuple(self._output_leaf(number, leaf) for number, leaf in enumerate(leaves)))
-        return self._script()
+        try:
+            with torch.set_grad_enabled(self.grad), intercepted(self, self.breaks), _guards.kept_autocast():
+                with self._watching():
+                    result = function(*args, **kwargs)
+                    for number, tensor in enumerate(tensors_of(flatten(result)[0])):
+                        if self.value_of(tensor) is None:
+                            self.unknown(tensor, f"out:{number}")
+            leaves, structure = flatten(result)
+            self._output = (structure, tuple(self._output_leaf(number, leaf) for number, leaf in enumerate(leaves)))
+            self._close_sets()
+            self._kept = self._all_sets()
+            return self._script()
+        finally:
+            self.put_attributes_back()
 
     @contextmanager
     def _watching(self) -> Any:
@@ -93,17 +122,69 @@ class Analysis(Owners):
             "keep it in a buffer"
         )
 
+    # ------------------------------------------------------------------------------------------------------ attributes
+
+    def set_leaf(self, tensor: torch.Tensor, title: str) -> Any:
+        return self._leaf(tensor, f"the attribute {title}")
+
+    def _note_sets(self) -> None:
+        self._open.update((record.place, record) for record in self.take_changes())
+
+    def _close_sets(self) -> None:
+        """The end of a stretch."""
+        self._note_sets()
+        self._sets.append(tuple(self._open.values()))
+        self._open.clear()
+
+    def _note_break_sets(self, title: str) -> None:
+        now = _attributes.snapshot(self.modules)
+        self._set_by_breaks.update((place, title) for place in _attributes.changes(self.tensors_held, now))
+        self.tensors_held = now
+
+    def _all_sets(self) -> tuple[SetRecord, ...]:
+        """The attributes that stretches have set, as they are in the end."""
+        last = {record.place: record for records in self._sets for record in records}
+        for place, record in last.items():
+            if place in self._set_by_breaks:
+                raise CutError(
+                    f"{record.title} is set in a graphed stretch and in the break {self._set_by_breaks[place]}: set it in "
+                    "one of them"
+                )
+            now = record.owner.__dict__.get(record.key, ABSENT)
+            leaf = self.set_leaf(now, record.title) if isinstance(now, torch.Tensor) else now
+            last[place] = SetRecord(record.owner, record.key, leaf)
+        return tuple(last.values())
+
+    def _refuse_stale(self) -> None:
+        """A set attribute that is handed on as it was before: a replay would find the new one in its place."""
+        assert self._output is not None
+        places = {record.place: record for record in self._kept}
+        leaves = [leaf for record in (*self._hoisted, *self._records) for leaf in record.argument_leaves]
+        leaves += [leaf for record in (*self._hoisted, *self._records) for leaf in record.result_leaves]
+        leaves += [record.leaf for records in (*self._sets, self._kept) for record in records]
+        for leaf in (*leaves, *self._output[1]):
+            if isinstance(leaf, StateRef) and leaf.table == "__dict__" and (id(leaf.owner), leaf.key) in places:
+                raise CutError(
+                    f"{places[id(leaf.owner), leaf.key].title} is used as the call before left it, and set anew: a graph "
+                    "can't tell the two apart\n  Way out: keep it in a buffer that is changed in place, or pass it as an "
+                    "argument"
+                )
+
     def _script(self) -> Script:
         assert self._output is not None
+        self._refuse_stale()
         return Script(
             tuple(self.entries),
             tuple(self.results),
+            tuple(self._hoisted),
             tuple(self._records),
             tuple(tuple(self._reads.get(stretch, ())) for stretch in range(self.stretch + 1)),
             frozenset(self.calls_in),
             self.cloned,
             frozenset(self._unseen),
             tuple(self.inputs),
+            tuple(self._sets),
+            self._kept,
             *self._output,
         )
 
@@ -126,6 +207,18 @@ class Analysis(Owners):
         return [title for title, key in self._given if not key.is_gone()]
 
     # ---------------------------------------------------------------------------------------------------------- values
+
+    def call(self, title: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number, self.drew = len(self.entries), False
+        result = super().call(title, func, args, kwargs)
+        if self.hoists and self.stretch == 0 and not self.drew and not title.endswith(".apply"):
+            made = []
+            for place, tensor in enumerate(tensors_in(result)):
+                value = self.value_of(tensor)
+                if value is not None and value.name == f"{title}#0:{number}:{place}" and not tensor.requires_grad:
+                    made.append((place, value))
+            self.recipes.note(func, (args, kwargs), made, self.value_of, self.inputs)
+        return result
 
     def new_value(self, tensor: torch.Tensor, name: str, made: int, place: Place) -> Value:
         value = super().new_value(tensor, name, made, place)
@@ -217,11 +310,20 @@ class Analysis(Owners):
 
     # ---------------------------------------------------------------------------------------------------------- breaks
 
+    def on_module(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.stack.append(module)
+        try:
+            return super().on_module(module, run, args, kwargs)
+        finally:
+            self.stack.pop()
+
     def at_break(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         self.refuse_nesting(target, self._mode)
         if private.top_dispatch_mode() is not self.operators:
             raise CutError(f"{target.title} is called inside a TorchDispatchMode of the model's")
         self.called_targets.add(id(target.what))
+        around = self.stack[:-1] if isinstance(target.what, nn.Module) else self.stack
+        self.callers[id(target.what)] = around[-1] if around else None
         # The modes are on top of the stack: refuse_nesting saw to it.
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.active, self.quiet = False, True
@@ -232,11 +334,12 @@ class Analysis(Owners):
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _run_break(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
-        number, place = len(self._records), user_place()
+        number, place = len(self._hoisted) + len(self._records), user_place()
         leaves, structure = taken_apart((args, kwargs))
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and self.value_of(leaf) is None:
                 self.unknown(leaf, f"break:{at}")
+        self._note_sets()
         what = f"an argument of the break {target.title}"
         recorded = tuple(
             self._leaf(leaf, what) if isinstance(leaf, torch.Tensor) else _checked(leaf, what) for leaf in leaves
@@ -246,18 +349,27 @@ class Analysis(Owners):
         new_args, new_kwargs = unflatten(structure, given)
         state = (torch.is_grad_enabled(), self._autocast())
         self.title, self.inside, self.quiet = target.title, number, False
+        self.drew = self.wrote_outside = False
+        self.reads_inside = set()
         with _guards.kept_autocast():  # a cast that one part made is not for another
             result = self._result(target, run, new_args, new_kwargs, place)
         self.inside, self.quiet = None, True
+        self._note_break_sets(target.title)
         if before != [tensor._version for tensor in given if isinstance(tensor, torch.Tensor)]:
             raise CutError(
                 f"the break {target.title} changes its argument in place, which lies in memory that graphs read "
                 "again\n  called at "
                 f"{line_text(place)}\n  Way out: clone it in the break"
             )
-        self.stretch += 1
-        record, tree = self._results_of(target, number, result, raw, place, (structure, recorded), state)
-        self._records.append(record)
+        hoisted = self._hoistable(target, (leaves, given), result, raw)
+        if hoisted is None:
+            self._close_sets()
+            self.stretch += 1
+            record, tree = self._results_of(target, number, result, raw, place, (structure, recorded), state)
+            self._records.append(record)
+        else:
+            record, tree = self._results_of(target, number, result, raw, place, (structure, hoisted), state)
+            self._hoisted.append(record)
         return tree
 
     def _result(
@@ -277,6 +389,48 @@ class Analysis(Owners):
                 f"  called at {line_text(place)}\n  Way out: say what it returns (stand_ins, or --like-input where the "
                 "result looks like its first tensor), or plan a small configuration of the model on the CPU"
             ) from error
+
+    def _hoistable(
+        self,
+        target: Target,
+        arguments: tuple[list[Any], list[Any]],
+        result: Any,
+        raw: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[Any, ...] | None:
+        """The arguments of a function break that can run in front of everything: it reads only what is there then, and
+        what it does would not be seen to have moved. None of any other break."""
+        # A break before it may leave something behind that it reads; a random number would be drawn in another order.
+        # So would an attribute that the stretch has set.
+        if not self.hoists or isinstance(target.what, nn.Module):
+            return None
+        if self._open or self._records or self.drew or self.wrote_outside:
+            return None
+        results = tensors_of(taken_apart(result)[0])
+        if any(tensor.requires_grad or id(tensor) in raw for tensor in results):
+            return None
+        if any(key not in self.owners and self.was_written(key) for key in self.reads_inside):
+            return None
+        seen = self.reads_inside.union(private.storage_key(tensor) for tensor in results if has_storage(tensor))
+        made: list[Any] = []
+        for leaf, copy in zip(*arguments, strict=True):
+            value = self.value_of(leaf) if isinstance(leaf, torch.Tensor) else None
+            if isinstance(leaf, torch.Tensor) and value is None:
+                state = self.state_ref(leaf)
+                if state is None or self.was_written(private.storage_key(leaf)):
+                    return None
+                made.append(state)
+            elif value is None:
+                made.append(leaf)
+            elif value.name in self.inputs:
+                made.append(Ref(value.name))
+            elif private.storage_key(copy) not in seen:
+                made.append(StandIn.of(copy))
+            else:
+                again = None if self.was_written(value.root) else self.recipes.of(value.name, self.inputs)
+                if again is None:
+                    return None
+                made.append(again)
+        return tuple(made)
 
     def _autocast(self) -> tuple[bool, torch.dtype]:
         kind = self.device.type
@@ -335,8 +489,21 @@ class Analysis(Owners):
                 new.append(name)
             recorded.append(self._leaf(leaves[at], what))
         grad, autocast = state
+        reads: dict[str, None] = {}
+        for leaf in arguments[1]:
+            names = (leaf.name,) if isinstance(leaf, Ref) else leaf.reads if isinstance(leaf, Recomputed) else ()
+            reads.update(dict.fromkeys(names))
         record = BreakRecord(
-            target, *arguments, structure, tuple(recorded), tuple(specs), tuple(new), grad, autocast, place
+            target,
+            *arguments,
+            structure,
+            tuple(recorded),
+            tuple(specs),
+            tuple(new),
+            grad,
+            autocast,
+            place,
+            tuple(reads),
         )
         return record, unflatten(structure, leaves)
 

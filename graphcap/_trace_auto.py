@@ -1,12 +1,14 @@
 """break_at="auto": find what reads the host, and break around it.
 
 The smallest module that contains a read is a break, if it calls no other modules; else the outermost Python function
-below that module's forward, since a whole model must not become a break for the sake of a mask made in a helper.
+below that module's forward, since a whole model must not become a break for the sake of a mask made in a helper. Where a
+break that was found so returns what has another shape for other data, what uses it must run eagerly too: then the module
+that calls it is taken (`Breaks.climb`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -33,18 +35,13 @@ class _Discovery(Analysis):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.stack: list[nn.Module] = []
         self.parents: set[int] = set()
         self.hits: list[_Hit] = []
 
     def on_module(self, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.active and self.stack:
             self.parents.add(id(self.stack[-1]))
-        self.stack.append(module)
-        try:
-            return super().on_module(module, run, args, kwargs)
-        finally:
-            self.stack.pop()
+        return super().on_module(module, run, args, kwargs)
 
     def forbidden(self, name: str, row: Refusal) -> None:
         frame = user_frame()
@@ -82,27 +79,33 @@ def discover(
     device: torch.device,
     constants: Mapping[int, private.StorageKey],
     run: Callable[..., Any],
-    sample: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+    samples: Sequence[Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]],
 ) -> None:
-    """Add to `breaks` what "auto" stands for."""
+    """Add to `breaks` what "auto" stands for. samples: the user's first; the others may be such that the callable raises."""
     names = {id(module): name for top in modules for name, module in top.named_modules()}
     for _ in range(_ROUNDS):
         trace = _Discovery(modules, breaks, grad, device, frozenset(), constants)
-        args, kwargs = sample()
-        try:
-            trace.run(run, args, kwargs)
-        except GraphcapError:
-            raise
-        except Exception:
-            # A host read of a meta tensor fails once it has been noted; the next round has a break there.
-            if breaks.planning is None or not breaks.planning.meta or not trace.hits:
+        for number, sample in enumerate(samples):
+            args, kwargs = sample()
+            try:
+                trace.run(run, args, kwargs)
+            except GraphcapError:
                 raise
+            except Exception:
+                # A host read of a meta tensor fails once it has been noted; the next round has a break there.
+                meta = breaks.planning is not None and breaks.planning.meta
+                if number == 0 and not (meta and trace.hits):
+                    raise
+            if trace.hits:
+                break
+            trace = _Discovery(modules, breaks, grad, device, frozenset(), constants)
         if not trace.hits:
             return
         known = len(breaks.targets)
         for hit in trace.hits:
             target = _choose(hit, trace, names, {id(module) for module in modules})
             breaks.add(target.what, target.title, target.reason)
+            breaks.found.add(id(target.what))
         if len(breaks.targets) == known:
             break
     hit = trace.hits[0]

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphcap import _guards
+from graphcap import _attributes, _guards
 from graphcap._breaks import Breaks, Target, intercepted
 from graphcap._plan import PartPlan
 from graphcap._tensors import flatten, same_constant, unflatten
 from graphcap._trace import Mode, Trace
 from graphcap._trace_analysis import distinct
+from graphcap._trace_hoist import Recomputed, StandIn
 from graphcap._trace_records import OUTSIDE, BreakRecord, Entry, Ref, Script, StateRef, Value, strided_clone, taken_apart
 from graphcap.backends.refusal_modes import line_text, user_place
 from graphcap.errors import CutError, InputMismatch
@@ -49,7 +50,7 @@ class BreakCall:
 
     def __call__(self, *values: torch.Tensor) -> Any:
         named = dict(zip(self.record.reads, values, strict=True))
-        leaves = [named[x.name] if isinstance(x, Ref) else current(x) for x in self.record.argument_leaves]
+        leaves = [self._argument(leaf, named) for leaf in self.record.argument_leaves]
         args, kwargs = unflatten(self.record.arguments, leaves)
         versions = [_version(value) for value in values]
         with self._modes():
@@ -60,6 +61,17 @@ class BreakCall:
                 "again. Clone it in the break"
             )
         return self._made(result, named)
+
+    @property
+    def target(self) -> Target:
+        return self.record.target
+
+    def _argument(self, leaf: Any, named: dict[str, torch.Tensor]) -> Any:
+        if isinstance(leaf, Ref):
+            return named[leaf.name]
+        if isinstance(leaf, Recomputed):
+            return leaf.run(named)
+        return leaf.make(self.record.target.title) if isinstance(leaf, StandIn) else current(leaf)
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
@@ -145,6 +157,10 @@ def program_of(layers: tuple[Callable[..., Any], ...], script: Script, breaks: B
     ambient = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
     calls: list[Call] = []
     wanted = sorted(script.wanted)
+    for number, record in enumerate(script.hoisted):
+        run = BreakCall(number, record, grad, ambient, device)
+        reason = record.target.reason
+        calls.append(Call(EAGER, record.target.title, run, record.reads, record.new, 0, reason, hoisted=True))
     for number, reads in enumerate(script.reads):
         if number in script.filled:
             made = tuple(name for name in wanted if _made_in(name, number))
@@ -152,7 +168,9 @@ def program_of(layers: tuple[Callable[..., Any], ...], script: Script, breaks: B
         if number < len(script.breaks):
             record = script.breaks[number]
             run = BreakCall(number, record, grad, ambient, device)
-            calls.append(Call(EAGER, record.target.title, run, record.reads, record.new, 0, record.target.reason))
+            sets = tuple(record.attribute() for record in script.sets[number])
+            reason = record.target.reason
+            calls.append(Call(EAGER, record.target.title, run, record.reads, record.new, 0, reason, sets=sets))
     names = tuple(dict.fromkeys(leaf.name for leaf in script.output_leaves if isinstance(leaf, Ref)))
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -166,7 +184,9 @@ def program_of(layers: tuple[Callable[..., Any], ...], script: Script, breaks: B
             script.output, [named[x.name] if isinstance(x, Ref) else current(x) for x in script.output_leaves]
         )
 
-    return Program(bind, tuple(calls), names, (), assemble, TracedProgram(layers, script, breaks, grad, device))
+    trace = TracedProgram(layers, script, breaks, grad, device)
+    kept = tuple(record.attribute() for record in script.kept)
+    return Program(bind, tuple(calls), names, (), assemble, trace, kept)
 
 
 def _made_in(name: str, stretch: int) -> bool:
@@ -199,8 +219,14 @@ class _Follower(Trace):
         self._opened = opened
         self._stretches: dict[int, tuple[PartPlan, Call]] = {}
         self._breaks: dict[int, tuple[PartPlan, Call]] = {}
+        self._hoisted: list[tuple[PartPlan, Call]] = []
+        self._done: list[dict[str, torch.Tensor]] = []  # what hoisted breaks made
+        self._asked = 0  # how many of them the forward has called
         for part in parts:
             for call in part.calls:
+                if call.hoisted:
+                    self._hoisted.append((part, call))
+                    continue
                 table = self._stretches if isinstance(call.run, Stretch) else self._breaks
                 table[call.run.number] = (part, call)  # type: ignore[attr-defined]
         self._made: dict[str, torch.Tensor] = {}
@@ -216,7 +242,14 @@ class _Follower(Trace):
         for name, tensor in zip(self.script.inputs, distinct(args, kwargs), strict=True):
             self.new_value(tensor, name, OUTSIDE, None)
         try:
+            self._follow(args, kwargs)
+        finally:
+            self.put_attributes_back()
+
+    def _follow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
             with intercepted(self, self.breaks):
+                self._run_hoisted()
                 self._begin_stretch()
                 result = run_plain(self.program.layers, args, kwargs)
                 leaves = [leaf for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor)]
@@ -227,6 +260,10 @@ class _Follower(Trace):
         except BaseException:
             self._abort()
             raise
+        if self._asked != len(self._hoisted):
+            raise CutError(
+                f"the forward called {self._asked} of the hoisted breaks in one run, but {len(self._hoisted)} in another"
+            )
         if len(self.entries) != len(self.script.entries) or self.stretch != len(self.script.breaks):
             raise CutError(
                 f"the forward made {len(self.entries)} torch calls and {self.stretch} breaks in one run, but "
@@ -252,7 +289,23 @@ class _Follower(Trace):
                     "would freeze it"
                 )
 
+    def _run_hoisted(self) -> None:
+        for (part, call), record in zip(self._hoisted, self.script.hoisted, strict=True):
+            self._run_or_stand_in(part, call, record)
+            self._done.append({name: self._scope[name] for name in call.makes})
+            if call is part.calls[-1]:
+                self._leave()
+
+    def _run_or_stand_in(self, part: PartPlan, call: Call, record: BreakRecord) -> None:
+        if call is part.calls[0]:
+            self._enter(part)
+        if self._stands:
+            self._stand_in(record)
+        else:
+            self._run_break(call)
+
     def _begin_stretch(self) -> None:
+        self.tensors_held = _attributes.snapshot(self.modules)
         entry = self._stretches.get(self.stretch)
         if entry is not None:
             self._enter(entry[0])
@@ -262,6 +315,7 @@ class _Follower(Trace):
     def _end_stretch(self) -> None:
         self.active = self._mode_on = False
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._require_same_sets()
         entry = self._stretches.get(self.stretch)
         if entry is None:
             return
@@ -276,6 +330,20 @@ class _Follower(Trace):
         self._scope.update((name, self._made[name]) for name in entry[1].makes)
         self._made.clear()
         self._leave()
+
+    def set_leaf(self, tensor: torch.Tensor, title: str) -> Any:
+        value = self.value_of(tensor)
+        return self.state_ref(tensor) if value is None else Ref(value.name)
+
+    def _require_same_sets(self) -> None:
+        found = {record.place: record for record in self.take_changes()}
+        expected = {record.place: record for record in self.script.sets[self.stretch]}
+        if found != expected:
+            titles = {record.title for record in (*found.values(), *expected.values())}
+            raise CutError(
+                f"the forward sets {', '.join(sorted(titles))} to something else in one run than in another: a replay would "
+                "set it always as at capture"
+            )
 
     def _enter(self, part: PartPlan) -> None:
         context = self._opened(part)
@@ -345,20 +413,29 @@ class _Follower(Trace):
     def at_break(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         number = self.stretch
         self.refuse_nesting(target, self._mode)
-        self._require_same_break(target, number, args, kwargs)
+        if self._asked < len(self._hoisted):
+            with self._own_work():
+                record, made = self.script.hoisted[self._asked], self._done[self._asked]
+                self._require_same_break(target, record, args, kwargs)
+                self._asked += 1
+                return self._handed_on(record, made, args, kwargs)
+        expected = self.script.breaks[number] if number < len(self.script.breaks) else None
+        record = self._require_same_break(target, expected, args, kwargs)
         self._end_stretch()
         part, call = self._breaks[number]
-        if call is part.calls[0]:
-            self._enter(part)
-        if self._stands:
-            self._stand_in(number)
-        else:
-            self._run_break(call)
+        self._run_or_stand_in(part, call, record)
         made = {name: self._scope[name] for name in call.makes}
         if call is part.calls[-1]:
             self._leave()
         self.stretch += 1
-        record = self.script.breaks[number]
+        tree = self._handed_on(record, made, args, kwargs)
+        self._begin_stretch()
+        return tree
+
+    def _handed_on(
+        self, record: BreakRecord, made: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What the caller of a break gets for what it made."""
         given = self._given(args, kwargs)
         for name, tensor in made.items():
             self.new_value(tensor, name, OUTSIDE, record.place)
@@ -366,13 +443,10 @@ class _Follower(Trace):
             (made[x.name] if x.name in made else given[x.name]) if isinstance(x, Ref) else current(x)
             for x in record.result_leaves
         ]
-        tree = unflatten(record.results, leaves)
-        self._begin_stretch()
-        return tree
+        return unflatten(record.results, leaves)
 
-    def _stand_in(self, number: int) -> None:
+    def _stand_in(self, record: BreakRecord) -> None:
         """What only the next break reads has no copy from warm-up; nobody looks at its values while recording."""
-        record = self.script.breaks[number]
         tensors = [leaf for leaf in record.result_leaves if isinstance(leaf, Ref | StateRef)]
         for leaf, (dtype, shape, requires_grad) in zip(tensors, record.result_specs, strict=True):
             if isinstance(leaf, Ref) and leaf.name in record.new and leaf.name not in self._scope:
@@ -393,8 +467,9 @@ class _Follower(Trace):
                 found[value.name] = leaf
         return found
 
-    def _require_same_break(self, target: Target, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        record = self.script.breaks[number] if number < len(self.script.breaks) else None
+    def _require_same_break(
+        self, target: Target, record: BreakRecord | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> BreakRecord:
         if record is None or record.target.what is not target.what:
             there = "the end" if record is None else f"the break {record.target.title}"
             raise CutError(f"the forward calls the break {target.title} in one run where another run came to {there}")
@@ -402,9 +477,12 @@ class _Follower(Trace):
         if structure != record.arguments:
             raise CutError(f"the break {target.title} is called with other arguments in one run than in another")
         for at, (leaf, expected) in enumerate(zip(leaves, record.argument_leaves, strict=True)):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and isinstance(expected, StandIn):
+                is_same = StandIn.of(leaf) == expected
+            elif isinstance(leaf, torch.Tensor):
                 value = self.value_of(leaf) or self.unknown(leaf, f"break:{at}")
-                is_same = value is not None and value.name == expected.name if isinstance(expected, Ref) else (
+                is_named = isinstance(expected, Ref | Recomputed)
+                is_same = value is not None and value.name == expected.name if is_named else (
                     isinstance(expected, StateRef) and expected.get() is leaf
                 )
             else:
@@ -415,6 +493,7 @@ class _Follower(Trace):
                     f"{_short(expected)} in another, "
                     f"which a graph would freeze\n  at {line_text(user_place())}"
                 )
+        return record
 
 
 def different(entry: Entry, expected: Entry | None) -> CutError:

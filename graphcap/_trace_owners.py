@@ -107,6 +107,9 @@ class Owners(Trace):
         self.clock = 0
         self._dead: dict[int, Place] = {}
         self.held: set[int] = set()  # storages that were there when the last checkpoint began
+        self.drew = False  # a random number was drawn: asked of a call, and of a break
+        self.wrote_outside = False  # the break that is running has changed memory that is not its own
+        self.reads_inside: set[int] = set()  # storages that it has read
         self._recomputed: dict[int | None, Place] = {}  # roots that a recomputation will read
         self._written: dict[int, tuple[int, Place]] = {}  # any memory: when it was changed last, and where
         self._changed: dict[int, tuple[int, Place]] = {}  # memory of modules and of breaks: when, and where
@@ -139,6 +142,10 @@ class Owners(Trace):
                 f"  taken at {line_text(value.place)}\n  changed at {line_text(place)}\n"
                 f"  used at {line_text(user_place())}\n  Way out: take the view after the change"
             )
+
+    def was_written(self, root: int) -> bool:
+        """Whether memory was changed in place so far."""
+        return root in self._written
 
     def refuse_dead(self, root: int, place: Place, what: str) -> None:
         if root in self._dead:
@@ -175,6 +182,7 @@ class Owners(Trace):
 
     def before_operator(self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         fresh = func._schema.name == "aten::lift_fresh"
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         if self.inside is None and self.held and private.saves_through_hooks():
             for tensor in tensors_in(args, kwargs):
                 if has_storage(tensor) and private.storage_key(tensor) in self.held:
@@ -185,6 +193,8 @@ class Owners(Trace):
                 if fresh and not self._is_known(tensor):
                     self.own(tensor, self.stretch)
                 self.refuse_read(tensor, func)
+                if self.inside is not None:
+                    self.reads_inside.add(private.storage_key(tensor))
         if self.inside is None:
             row = refused_operator(func, args, kwargs, self.view)
             if row is not None:
@@ -212,6 +222,7 @@ class Owners(Trace):
                 )
         foreign = owner is None if self.inside is None else owner is None or owner.inside != self.inside
         if foreign:
+            self.wrote_outside = True
             self._changed[key if owner is None else owner.root] = (self.clock, user_place())
 
     def _is_known(self, tensor: torch.Tensor) -> bool:

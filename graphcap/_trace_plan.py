@@ -7,25 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphcap import _guards
-from graphcap._breaks import Breaks, Planning, find
+from graphcap._breaks import Breaks, Planning, Target, find
 from graphcap._parts import differentiate, sample_copies
 from graphcap._plan import CapturePlan, UnitPlan, cut
 from graphcap._tensors import flatten, same_constant, tensors_of, unflatten
 from graphcap._trace_analysis import Analysis
 from graphcap._trace_auto import discover
 from graphcap._trace_follow import different, program_of
+from graphcap._trace_hoist import Recomputed, StandIn
 from graphcap._trace_owners import NeedsClone, constants_of
 from graphcap._trace_records import Ref, Script
 from graphcap.backends.refusal_modes import line_text
 from graphcap.errors import CutError, GraphcapError, WarmupError
 from graphcap.partial_layer import PartialLayer, run_plain
 
+_PROBES = 2  # by chance one may draw a shape that the samples have
 _RESTARTS = 1000  # one per value and stretch in which it is changed in place
 
 
@@ -68,20 +71,63 @@ def _cut_unit(
     if breaks.planning is None or not (breaks.planning.meta or breaks.planning.stand_ins):
         _run_once(unit, grad)  # lazy state settles, and what fails in eager fails here, in the user's own words
 
-    def analysis(cloned: frozenset[tuple[str, int]]) -> Analysis:
-        return Analysis(modules, breaks, grad, device, cloned, constants)
+    def analysis(hoists: bool, cloned: frozenset[tuple[str, int]]) -> Analysis:
+        return Analysis(modules, breaks, grad, device, cloned, constants, hoists)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return run_plain(layers, args, kwargs)
 
     if breaks.auto:
-        discover(modules, breaks, grad, device, constants, run, lambda: sample_copies(unit.samples[0]))
-    script, cloned = _analyse(analysis, run, unit, called)
-    probe = _probe(analysis(cloned), run, unit)
-    if probe is not None:
-        _refuse_difference(script, probe)
+        samples = [partial(sample_copies, unit.samples[0]), *(partial(_others, unit, seed) for seed in range(_PROBES))]
+        discover(modules, breaks, grad, device, constants, run, samples)
+    callers: dict[int, nn.Module | None] = {}
+    while True:
+        try:
+            script = _steady_script(analysis, run, unit, called, callers)
+            break
+        except _Unsteady as error:
+            _climb(breaks, error, callers, modules, called)
     program = program_of(layers, script, breaks, grad, device.type)
     return replace(unit, program=program, parts=cut(program))
+
+
+def _steady_script(
+    analysis: Callable[[bool, frozenset[tuple[str, int]]], Analysis],
+    run: Callable[..., Any],
+    unit: UnitPlan,
+    called: set[int],
+    callers: dict[int, nn.Module | None],
+) -> Script:
+    """The script, which other numbers do not change."""
+    for hoists in (True, False):
+        script, cloned = _analyse(partial(analysis, hoists), run, unit, called, callers)
+        probes = [_probe(analysis(hoists, cloned), run, unit, seed) for seed in range(_PROBES)]
+        others = [probe for probe in probes if probe is not None]
+        if all(_hoist_alike(script, other) for other in others):
+            break
+    for other in others:
+        _refuse_difference(script, other)
+    return script
+
+
+class _Unsteady(CutError):
+    """A break gives something of another kind for other data."""
+
+    def __init__(self, message: str, target: Target) -> None:
+        super().__init__(message)
+        self.target = target
+
+
+def _climb(
+    breaks: Breaks, error: _Unsteady, callers: dict[int, nn.Module | None], modules: list[nn.Module], called: set[int]
+) -> None:
+    """Where "auto" has chosen the break, the module that calls it is one instead; the error is raised if there is none."""
+    parent = callers.get(id(error.target.what))
+    if id(error.target.what) not in breaks.found or parent is None or any(parent is top for top in modules):
+        raise CutError(str(error)) from None
+    names = {id(module): name for top in modules for name, module in top.named_modules()}
+    breaks.climb(error.target, parent, names.get(id(parent), type(parent).__name__))
+    called.update(id(module) for module in parent.modules())  # what was named in there runs eagerly with it
 
 
 def _run_once(unit: UnitPlan, grad: bool) -> None:
@@ -101,7 +147,8 @@ def _run_once(unit: UnitPlan, grad: bool) -> None:
 
 
 def _analyse(
-    analysis: Callable[[frozenset[tuple[str, int]]], Analysis], run: Callable[..., Any], unit: UnitPlan, called: set[int]
+    analysis: Callable[[frozenset[tuple[str, int]]], Analysis], run: Callable[..., Any], unit: UnitPlan, called: set[int],
+    callers: dict[int, nn.Module | None],
 ) -> tuple[Script, frozenset[tuple[str, int]]]:
     cloned: frozenset[tuple[str, int]] = frozenset()
     for _ in range(_RESTARTS):
@@ -113,6 +160,7 @@ def _analyse(
             cloned |= {(need.name, need.stretch)}
             continue
         called |= trace.called_targets
+        callers.update(trace.callers)
         del args, kwargs
         _refuse_escapes(trace)
         _refuse_keepers(trace)
@@ -137,17 +185,23 @@ def _refuse_keepers(trace: Analysis) -> None:
         )
 
 
-def _probe(trace: Analysis, run: Callable[..., Any], unit: UnitPlan) -> Script | None:
+def _probe(trace: Analysis, run: Callable[..., Any], unit: UnitPlan, seed: int) -> Script | None:
     """The same analysis on other numbers: what differs depends on the data. None where the callable does not like them."""
-    leaves, structure = flatten(sample_copies(unit.samples[0]))
-    generator = torch.Generator().manual_seed(0)
-    args, kwargs = unflatten(structure, [_other(x, generator) if isinstance(x, torch.Tensor) else x for x in leaves])
+    args, kwargs = _others(unit, seed)
     try:
         return trace.run(run, args, kwargs)
     except CutError:
         raise
     except (NeedsClone, Exception):
         return None
+
+
+def _others(unit: UnitPlan, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The samples with other numbers."""
+    leaves, structure = flatten(sample_copies(unit.samples[0]))
+    generator = torch.Generator().manual_seed(seed)
+    args, kwargs = unflatten(structure, [_other(x, generator) if isinstance(x, torch.Tensor) else x for x in leaves])
+    return args, kwargs
 
 
 def _other(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -162,24 +216,38 @@ def _other(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return tensor
 
 
+def _hoist_alike(first: Script, second: Script) -> bool:
+    """Whether the same breaks are hoisted with the same arguments: what depends on the data must stay where it is."""
+    if len(first.hoisted) != len(second.hoisted):
+        return False
+    return all(
+        len(a.argument_leaves) == len(b.argument_leaves)
+        and all(type(x) is type(y) for x, y in zip(a.argument_leaves, b.argument_leaves, strict=True))
+        for a, b in zip(first.hoisted, second.hoisted, strict=True)
+    )
+
+
 def _refuse_difference(first: Script, second: Script) -> None:
     """What two runs on different numbers must have in common."""
-    for a, b in zip(first.breaks, second.breaks, strict=False):
+    both = zip((*first.hoisted, *first.breaks), (*second.hoisted, *second.breaks), strict=False)
+    for a, b in both:
         if [x[:2] for x in a.result_specs] != [x[:2] for x in b.result_specs] or a.results != b.results:
-            raise CutError(
+            raise _Unsteady(
                 f"the break {a.target.title} returned {_specs(a.result_specs)} for one input and "
                 f"{_specs(b.result_specs)} for another. What "
                 f"crosses a break must have a static shape\n  called at {line_text(a.place)}\n  Way out: break at "
                 "the module that "
-                "contains this one and whatever uses its result"
+                "contains this one and whatever uses its result",
+                a.target,
             )
         if not _same_leaves(a.result_leaves, b.result_leaves):
-            raise CutError(
+            raise _Unsteady(
                 f"the break {a.target.title} returned {_constants(a.result_leaves)} for one input and "
                 f"{_constants(b.result_leaves)} "
                 f"for another; a graph would freeze it\n  called at {line_text(a.place)}\n  Way out: return it as "
                 "a tensor, or break "
-                "at the module that contains this one and whatever uses its result"
+                "at the module that contains this one and whatever uses its result",
+                a.target,
             )
         if not _same_leaves(a.argument_leaves, b.argument_leaves):
             raise CutError(
@@ -200,7 +268,9 @@ def _refuse_difference(first: Script, second: Script) -> None:
 
 
 def _same_leaves(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(x == y if isinstance(x, Ref) else same_constant(x, y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        x == y if isinstance(x, Ref | Recomputed | StandIn) else same_constant(x, y) for x, y in zip(a, b, strict=True)
+    )
 
 
 def _specs(specs: Sequence[Any]) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from graphcap import _torch_private as private
+from graphcap._attributes import Attribute
 from graphcap._breaks import Target
 from graphcap._tensors import Structure, compact, flatten, tensors_of
 from graphcap.backends.refusal_modes import line_text
@@ -88,9 +89,41 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
+class SetRecord:
+    """An attribute that a stretch has set: to a value, to a parameter or buffer, to None, or it was deleted (ABSENT)."""
+
+    owner: nn.Module
+    key: str
+    leaf: Any
+
+    @property
+    def place(self) -> tuple[int, str]:
+        return id(self.owner), self.key
+
+    @property
+    def title(self) -> str:
+        return f"{type(self.owner).__name__}.{self.key}"
+
+    def attribute(self) -> Attribute:
+        if isinstance(self.leaf, Ref):
+            return Attribute(self.owner, self.key, self.leaf.name)
+        other = self.leaf.get if isinstance(self.leaf, StateRef) else _Constant(self.leaf)
+        return Attribute(self.owner, self.key, None, other)
+
+
+@dataclass(frozen=True, slots=True)
+class _Constant:
+    value: Any
+
+    def __call__(self) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
 class BreakRecord:
     """A call of a break as it was seen. Leaves are Refs, StateRefs or constants; `new`: the values that it made.
-    grad: whether it ran in grad mode; autocast: (enabled, dtype)."""
+    grad: whether it ran in grad mode; autocast: (enabled, dtype). Arguments of a hoisted break may also be computed again,
+    or stood for (_trace_hoist.py); reads: the values that it takes."""
 
     target: Target
     arguments: Structure
@@ -102,26 +135,27 @@ class BreakRecord:
     grad: bool
     autocast: tuple[bool, torch.dtype]
     place: Place
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(leaf.name for leaf in self.argument_leaves if isinstance(leaf, Ref)))
+    reads: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
     """What the analysis found, and every later run must repeat. reads: per stretch the names of the values that cross
     into it, in order of use; cloned: (name, stretch) where a value is cloned at its first use since it is changed in
-    place there; unseen: values that no call was seen to make."""
+    place there; hoisted: breaks that run before everything; unseen: values that no call was seen to make.
+    sets: per stretch the attributes that it has set; kept: those of all, as they are in the end."""
 
     entries: tuple[Entry, ...]
     results: tuple[tuple[Any, ...], ...]
+    hoisted: tuple[BreakRecord, ...]
     breaks: tuple[BreakRecord, ...]
     reads: tuple[tuple[str, ...], ...]
     filled: frozenset[int]
     cloned: frozenset[tuple[str, int]]
     unseen: frozenset[str]
     inputs: tuple[str, ...]
+    sets: tuple[tuple[SetRecord, ...], ...]
+    kept: tuple[SetRecord, ...]
     output: Structure
     output_leaves: tuple[Any, ...]
 
@@ -129,7 +163,9 @@ class Script:
     def wanted(self) -> frozenset[str]:
         """The values that somebody needs in another stretch."""
         names = {name for reads in self.reads for name in reads}
-        names.update(name for record in self.breaks for name in record.reads)
+        names.update(name for record in (*self.hoisted, *self.breaks) for name in record.reads)
+        held = [record.leaf for records in (*self.sets, self.kept) for record in records]
+        names.update(leaf.name for leaf in held if isinstance(leaf, Ref))
         return frozenset(names.union(leaf.name for leaf in self.output_leaves if isinstance(leaf, Ref)))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from graphcap.errors import PlanError
 
@@ -25,6 +26,10 @@ class CaptureConfig:
     on_mismatch: "error" raises InputMismatch when a call differs from what was captured; "eager" runs the module itself
         and counts the reason in `graphed.stats`.
     retain_graph: a second backward through one forward is allowed, until the slot's next forward.
+    on_replay: called with the forward's Step (`0F0` without an order) after each forward that graphs have served, under
+        no_grad too; not in warm-up and recording, nor where the module itself runs (disabled(), on_mismatch="eager"). With
+        it, graphed parts may change numbers, texts, lists, sets and dicts of them among the attributes of modules: it does
+        what their Python would have done. An error in it leaves the slot free, as if the forward had not been.
     """
 
     warmup: int = 3
@@ -32,6 +37,7 @@ class CaptureConfig:
     outputs: Outputs | None = None
     on_mismatch: OnMismatch = "error"
     retain_graph: bool = False
+    on_replay: Callable[[Any], object] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.warmup, int) or isinstance(self.warmup, bool) or self.warmup < 1:
@@ -39,6 +45,8 @@ class CaptureConfig:
         _one_of("grads", self.grads, ("return", "accumulate", "alias"))
         _one_of("outputs", self.outputs, (None, "copy", "alias"))
         _one_of("on_mismatch", self.on_mismatch, ("error", "eager"))
+        if self.on_replay is not None and not callable(self.on_replay):
+            raise PlanError(f"CaptureConfig(on_replay={self.on_replay!r}): expected a function of the step, or None")
         if not isinstance(self.retain_graph, bool):
             raise PlanError(f"CaptureConfig(retain_graph={self.retain_graph!r}): expected True or False")
 

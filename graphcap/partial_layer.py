@@ -32,6 +32,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from graphcap._attributes import Attribute
 from graphcap.errors import CutError
 
 
@@ -141,7 +142,9 @@ def gather(values: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One step of a program: `run(*values)` reads `reads` and makes `makes` (names unique in the program)."""
+    """One step of a program: `run(*values)` reads `reads` and makes `makes` (names unique in the program).
+    hoisted: an eager call that was moved in front of everything, where it costs no graph. sets: of an eager call, the
+    attributes that graphed calls before it have set: they must be in place when it runs."""
 
     kind: PartKind
     name: str
@@ -150,6 +153,8 @@ class Call:
     makes: tuple[str, ...]
     layer: int
     reason: str | None = None
+    hoisted: bool = False
+    sets: tuple[Attribute, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +164,8 @@ class Program:
     `bind(args, kwargs)` gives the first values; the calls run in order; `outputs` name the results, of which `assemble`
     makes what the callable returns. `partial_layers` are the modules whose `__call__` is bypassed since their parts are
     called one by one. `trace`: of a callable that was cut by itself, whose graphed calls can't be called one by one:
-    it runs the whole callable, and enters a context for each part as it gets there.
+    it runs the whole callable, and enters a context for each part as it gets there. sets: the attributes that graphed calls
+    have set in the end.
     """
 
     bind: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
@@ -168,6 +174,18 @@ class Program:
     partial_layers: tuple[nn.Module, ...]
     assemble: Callable[[tuple[Any, ...]], Any] = gather
     trace: Traced | None = None
+    sets: tuple[Attribute, ...] = ()
+
+    @property
+    def attributes(self) -> tuple[Attribute, ...]:
+        """All that graphed calls set, wherever."""
+        return (*(attribute for call in self.calls for attribute in call.sets), *self.sets)
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The values that are needed in the end: results, and what attributes hold."""
+        held = [attribute.value for attribute in self.attributes if attribute.value is not None]
+        return tuple(dict.fromkeys((*self.outputs, *held)))
 
     def result(self, env: Mapping[str, Any]) -> Any:
         return self.assemble(tuple(env[name] for name in self.outputs))

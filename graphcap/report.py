@@ -10,7 +10,7 @@ def plan_text(plan: CapturePlan) -> str:
     """The plan as lines: a head with counts and bytes, one per part, then the slots that several microbatches share."""
     lines = [
         f"{_counted(plan.graphs, 'graphed part')}, {_counted(len(plan.breaks), 'break')}, {_counted(plan.slots, 'slot')}, "
-        f"{_bytes(plan.static_bytes) if plan.static_bytes else 'not recorded yet'}"
+        f"{_static(plan)}"
     ]
     for number, unit in enumerate(plan.units):
         if len(plan.units) > 1:
@@ -23,8 +23,10 @@ def plan_text(plan: CapturePlan) -> str:
 def _unit_lines(unit: UnitPlan, idle: set[int]) -> list[str]:
     lines = []
     for part in unit.parts:
-        kind = "eager" if part.kind is not GRAPHED else "views" if part.index in idle else "graph"
-        why = f"  ({part.reason})" if part.reason else ""
+        kind = "graph" if part.kind is GRAPHED else "first" if part.hoisted else "eager"
+        kind = "views" if part.index in idle else kind
+        reason = ", ".join(filter(None, ("hoisted" if part.hoisted else None, part.reason)))
+        why = f"  ({reason})" if reason else ""
         makes = ", ".join(_short(name) for name in part.makes)
         lines.append(f"  {kind}  {part.name}  -> {makes}{why}")
     return lines
@@ -47,8 +49,15 @@ def _short(name: str) -> str:
     return name.rsplit(".", 1)[-1].split("#")[0]
 
 
+def _static(plan: CapturePlan) -> str:
+    if not plan.static_bytes:
+        return "not recorded yet"
+    saved = f" ({_bytes(plan.shared_bytes)} saved by sharing)" if plan.shared_bytes > 0 else ""
+    return f"{_bytes(plan.static_bytes)} static{saved}"
+
+
 def _bytes(count: int) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
-            return f"{count / size:.1f} {unit} static"
-    return f"{count} bytes static"
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,25 @@ def test_accumulated_gradients_are_one_buffer() -> None:
     assert not torch.equal(logged, before)
 
 
+def test_small_gradients_share_a_storage() -> None:
+    graphed = capture(module := Mlp())
+    graphed(rows()).square().sum().backward()
+    gradients = [p.grad for p in module.parameters()]
+    assert len({g.untyped_storage().data_ptr() for g in gradients}) == 1
+    before = [g.clone() for g in gradients]
+    gradients[0].zero_()
+    assert all(torch.equal(g, b) for g, b in zip(gradients[1:], before[1:], strict=True))  # no overlap
+    weight = torch.ones(1, requires_grad=True)
+    product = (weight * gradients[1]).sum()
+    gradients[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    product = (weight * gradients[1].clone()).sum()  # the way out
+    gradients[0].add_(1)
+    product.backward()
+    assert gradients[1].clone().untyped_storage().nbytes() == gradients[1].nbytes
+
+
 def test_minus_zero_in_accumulate() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
@@ -147,6 +167,64 @@ def test_python_does_not_run() -> None:
     assert torch.equal(graphed(x), x * runs)
     assert torch.equal(graphed(x), x * runs)  # eager would multiply by one more
     assert len(seen) == runs
+
+
+def test_declared_counters_that_decide() -> None:
+    class Deciding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def count(self, step: Any = None) -> None:
+            self.calls += 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count()
+            return x * 2 if self.calls == 20 else x * 3
+
+    module = Deciding()
+    graphed = capture(module, on_replay=module.count)
+    for _ in range(20):
+        x = rows()
+        assert torch.equal(graphed(x), x * 3)  # eager's last call would double
+    assert module.calls == 20
+
+    class Buffered(nn.Module):  # the way out
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)
+            return torch.where(self.calls == 20, x * 2, x * 3)
+
+    graphed = capture(Buffered())
+    for call in range(20):
+        x = rows()
+        assert torch.equal(graphed(x), x * (2 if call == 19 else 3))
+
+
+def test_attributes_that_are_set_once() -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.ones(8))
+            self.view: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.view = self.state
+            return x * self.state
+
+    module = Once()
+    graphed = capture(module)
+    x = rows()
+    assert torch.equal(graphed(x), x)
+    assert module.view is None  # eager would have set it
+    module = Once()
+    module(rows())  # the way out
+    graphed = capture(module)
+    assert torch.equal(graphed(x), x)
+    assert module.view is module.state
 
 
 def test_tensors_behind_a_function_are_not_put_back() -> None:
@@ -473,8 +551,43 @@ def test_attributes_that_hold_tensors() -> None:
             self.mask = x > 0
             return super().forward(x) * self.mask
 
-    with pytest.raises(CutError, match=r"Recomputed\.mask"):
-        capture(Recomputed())
-    old = Mlp()
-    nn.utils.parametrizations.weight_norm(old.up)  # not torch.nn.utils.weight_norm, which sets `weight` at every call
-    agrees(capture(old), twin_of(old), rows())
+    module = Recomputed()
+    twin, graphed = twin_of(module), capture(module)
+    for _ in range(3):
+        x = rows()
+        agrees(graphed, twin, x)
+        assert torch.equal(module.mask, x > 0)
+    normed = Mlp()
+    nn.utils.weight_norm(normed.up)  # sets `weight` at every call
+    other = Mlp()
+    nn.utils.weight_norm(other.up)  # can't be copied: its weight is no leaf
+    other.load_state_dict(normed.state_dict())
+    agrees(capture(normed), other, rows())
+
+    class Remembering(Mlp):
+        previous: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            made = y if self.previous is None else y + self.previous
+            self.previous = y.detach()
+            return made
+
+    with pytest.raises(CutError, match=r"Remembering\.previous.*the call before this one"):
+        capture(Remembering())
+
+    class Buffered(Mlp):  # the way out
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("previous", torch.zeros(4, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            made = y + self.previous
+            self.previous.copy_(y.detach())
+            return made
+
+    buffered = Buffered()
+    twin, graphed = twin_of(buffered), capture(buffered)
+    for _ in range(3):
+        agrees(graphed, twin, rows())

@@ -38,6 +38,27 @@ class Graph(ABC):
         return False
 
 
+class NoGraph(Graph):
+    """Stands for a graph that would hold nothing: a stretch of views alone, whose results lie where it reads."""
+
+    empty = True
+    operations = 0
+
+    def replay(self) -> None:
+        return None
+
+    def reset(self) -> None:
+        return None
+
+
+def unless_empty(graph: Graph) -> Graph:
+    """The graph, or `NoGraph` in its place; a replay of nothing costs a launch all the same."""
+    if not graph.empty:
+        return graph
+    graph.reset()
+    return NoGraph()
+
+
 class Pool(ABC):
     """Memory from which the tensors born in captures come. Captures into one pool may reuse each other's dead memory:
     whatever must survive the next capture is held by a reference until all captures are done."""
@@ -100,6 +121,15 @@ class Backend(ABC):
     @abstractmethod
     def wait_stream(self, key: object) -> None:
         """Let the current stream wait for the work so far of the stream that `stream_key` named."""
+
+    @abstractmethod
+    def on_stream(self, stream: object) -> AbstractContextManager[None]:
+        """What runs inside is issued on this stream of the caller's, after the work so far of the current one, which does
+        not wait for it. Raises DeviceError where there are no streams (the tape)."""
+
+    @abstractmethod
+    def wait_event(self, event: object) -> None:
+        """Let the current stream wait for an event of the caller's (on cuda a torch.cuda.Event)."""
 
     @abstractmethod
     def record_event(self) -> Event:

@@ -22,7 +22,7 @@ from graphcap import _torch_private as private
 from graphcap.backends.base import Backend, Event, Graph, Pool
 from graphcap.backends.refusal_modes import CallGate, Gate, OperatorGate, default_generator
 from graphcap.backends.scopes import exclusive_capture, frozen_gc, is_capturing
-from graphcap.errors import CaptureError, ForbiddenOpError, ReplayError
+from graphcap.errors import CaptureError, DeviceError, ForbiddenOpError, ReplayError
 
 _POOL: TypeAlias = Any  # torch.cuda._POOL_HANDLE, two ints; only named in stubs
 
@@ -142,6 +142,7 @@ class CudaBackend(Backend):
         super().__init__(torch.device("cuda", index))
         self._stream: torch.cuda.Stream | None = None
         self._in_session = False
+        self._warmed_up = False  # nothing has been recorded in the running session yet
 
     def new_pool(self, handle: object | None = None) -> CudaPool:
         if handle is None:
@@ -161,7 +162,7 @@ class CudaBackend(Backend):
             stack.enter_context(frozen_gc())
             stack.enter_context(self._on_side_stream())
             stack.callback(setattr, self, "_in_session", self._in_session)
-            self._in_session = True
+            self._in_session = self._warmed_up = True
             yield
 
     @contextmanager
@@ -176,6 +177,10 @@ class CudaBackend(Backend):
             if not self._in_session:
                 stack.enter_context(frozen_gc())
                 stack.enter_context(self._on_side_stream())
+            if self._warmed_up:  # what warm-up leaves in the caches can't be used in a pool, so it would be there twice
+                self._warmed_up = False
+                torch.cuda.synchronize(self.device)
+                torch.cuda.empty_cache()
             pool.pin(self.device)
             yield from self._record(pool, known)
 
@@ -283,6 +288,19 @@ class CudaBackend(Backend):
         assert isinstance(key, tuple)
         other: Any = torch.cuda.ExternalStream(key[1], device=self.device)  # type: ignore[no-untyped-call]
         torch.cuda.current_stream(self.device).wait_stream(other)
+
+    @contextmanager
+    def on_stream(self, stream: object) -> Iterator[None]:
+        if not isinstance(stream, torch.cuda.Stream):
+            raise DeviceError(f"cuda_graph_stream is {stream!r}: expected a torch.cuda.Stream")
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def wait_event(self, event: object) -> None:
+        if not isinstance(event, torch.cuda.Event):
+            raise DeviceError(f"cuda_graph_event is {event!r}: expected a torch.cuda.Event that the graph records")
+        torch.cuda.current_stream(self.device).wait_event(event)
 
     def record_event(self) -> CudaEvent:
         return CudaEvent(self.device)

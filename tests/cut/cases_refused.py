@@ -224,7 +224,7 @@ class _HostList(Base):
         return self.b(self.brk(self.a(x)))
 
 
-@refused("an attribute tensor set in a stretch", "every call|kept")
+@equal("an attribute tensor set in a stretch and used behind the break", breaks=1)
 class _AttributeSet(Base):
     def forward(self, x: Tensor) -> Tensor:
         self.aux = self.a(x)
@@ -386,3 +386,11 @@ class _Hidden(Base):
 @refused("a break at the captured module", "itself", break_at=nn.Module)
 class _Itself(_Residual):
     pass
+
+
+@refused("a raw C++ autograd function fed with a crossing tensor", "did not see being made|of another part")
+class _Raw(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        y = self.brk(h)
+        return self.b(y) + torch._C._functions.UndefinedGrad()(h)

@@ -90,6 +90,14 @@ def tokens(index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (), {"input_ids": drawn, "labels": drawn}
 
 
+def padded(index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same with an attention mask: the second sequence begins with padding, another length at every step."""
+    args, kwargs = tokens(index)
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, : 1 + index % 7] = 0
+    return args, {**kwargs, "attention_mask": mask}
+
+
 MODELS = {"mixtral": (mixtral, 2), "qwen3_moe": (qwen3_moe, 2), "granite": (granite, 2)}
 
 
@@ -105,10 +113,28 @@ def test_equal_to_eager(name: str, dtype: torch.dtype, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_one_graph_more_than_breaks(name: str) -> None:
-    build, least = MODELS[name]
-    args, kwargs = tokens(0)
+def test_equal_to_eager_with_padding(name: str) -> None:
+    build, _ = MODELS[name]
+    with deterministic("cpu"):
+        verdict = compare(build, padded, steps=20, backend="tape", break_at=("*.experts", "auto"))
+    assert verdict, str(verdict)
+
+
+@pytest.mark.parametrize("inputs", [tokens, padded])
+@pytest.mark.parametrize("name", MODELS)
+def test_one_graph_more_than_experts(name: str, inputs: Any) -> None:
+    """The mask is made in a plain function that reads the host; it runs before all graphs and costs none."""
+    build, experts = MODELS[name]
+    args, kwargs = inputs(0)
     plan = graphcap.capture(build(), args, kwargs, backend="tape", break_at=("*.experts", "auto")).plan
-    assert plan.graphs == len(plan.breaks) + 1
-    assert len(plan.breaks) >= least
+    assert (len(plan.breaks), plan.graphs) == (experts, experts + 1), str(plan)
+    assert all(part.name.endswith("experts") for part in plan.breaks)
     assert all(part.reason for part in plan.breaks)
+    # Which of the functions read the host depends on the arguments: position ids are asked whether sequences are packed,
+    # a given mask whether it hides anything.
+    hoisted = {
+        ("granite", tokens): [],
+        ("granite", padded): ["transformers.masking_utils.create_recurrent_attention_mask"],
+    }
+    packed = ["transformers.masking_utils.create_causal_mask"] if inputs is tokens else []
+    assert [part.name for part in plan.hoisted] == hoisted.get((name, inputs), packed)

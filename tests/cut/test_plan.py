@@ -14,6 +14,7 @@ from torch import nn
 
 import graphcap
 from graphcap.cli import main
+from graphcap.hybrid import HybridConfig, HybridModel
 from tests.cut import test_models as models
 
 BREAKS = ("*.experts", "auto")
@@ -102,6 +103,45 @@ def test_meta_says_what_the_cpu_says(name: str) -> None:
     assert on_meta.recorded == on_cpu.recorded
 
 
+def hybrid(device: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    with torch.device(device):
+        return HybridModel(HybridConfig(pattern="M*-E")), (torch.zeros(2, 16, dtype=torch.long),)
+
+
+def test_declared_parts() -> None:
+    model, args = hybrid("cpu")
+    found = agrees(lambda: model, args, None)
+    assert [p.kind for p in found.parts] == ["graph", "eager", "graph"]
+    assert "hybrid/moe.py" in str(found.breaks[0].place)
+
+
+class Doubling(graphcap.PartialLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def parts(self) -> Any:
+        return (
+            graphcap.GRAPHED("enter", "hidden -> inner"),
+            graphcap.EAGER("double", "inner -> inner"),
+            graphcap.GRAPHED("leave", "inner -> hidden"),
+        )
+
+    def double(self, inner: torch.Tensor) -> torch.Tensor:
+        return inner * 2
+
+
+def test_declared_parts_on_meta() -> None:
+    with torch.device("meta"):
+        on_meta = graphcap.plan(nn.Sequential(nn.Linear(4, 4)), (torch.empty(3, 4),))
+        assert on_meta.graphs == 1
+        on_meta = graphcap.plan(Doubling(), (torch.empty(3, 4),))
+    assert on_meta.parts == graphcap.plan(Doubling(), (torch.zeros(3, 4),)).parts
+    model, args = hybrid("meta")  # its experts ask how many tokens each one got
+    with pytest.raises(graphcap.WarmupError, match=r"Meta tensors have no values.*small configuration"):
+        graphcap.plan(model, args)
+
+
 def test_a_hundred_gigabytes_on_meta() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(40_000, 40_000) for _ in range(20)))
@@ -157,7 +197,7 @@ def test_the_command(
     file = tmp_path / "plan.json"
     assert main(["plan", "planned_models:two", "--break-at", "experts", "--microbatches", "2", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
-    assert "2 graphs and 1 breaks in a forward, on cpu; 2 sets of static buffers" in printed
+    assert "2 graphs and 1 break in a forward, on cpu; 2 sets of static buffers" in printed
     assert "break_at='experts'" in printed and "float32[5, 8] grad" in printed
     content = json.loads(file.read_text(encoding="utf-8"))
     assert content["recorded"] == {"forward": 4, "backward": 4}

@@ -74,8 +74,8 @@ def test_nothing_to_find(grads: Any) -> None:
 def test_a_wrong_output(monkeypatch: pytest.MonkeyPatch, part: int, order: str | None) -> None:
     plain = BoundPart.run
 
-    def wrong(self: BoundPart, tensors: Any) -> Any:
-        outputs = plain(self, tensors)
+    def wrong(self: BoundPart, tensors: Any, side: Any) -> Any:
+        outputs = plain(self, tensors, side)
         if self.index == part:
             with torch.no_grad():
                 outputs[-1].flatten()[0].add_(0.5)  # output 0 of the first part is its input, which passes through
@@ -120,8 +120,8 @@ def test_a_global_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_declared_parts(monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     plain = BoundPart.run
 
-    def wrong(self: BoundPart, tensors: Any) -> Any:
-        outputs = plain(self, tensors)
+    def wrong(self: BoundPart, tensors: Any, side: Any) -> Any:
+        outputs = plain(self, tensors, side)
         with torch.no_grad():
             outputs[-1].mul_(2 if self.index == part else 1)
         return outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from torch.utils._pytree import tree_map
 
 import graphcap
 from graphcap.errors import CutError
-from graphcap.testing import compare
+from graphcap.testing import compare, deterministic
 from tests.cut.cases import EQUAL, HOLDER, REFUSED
 from tests.cut.test_hazards import cases_crossing, cases_refused, cases_state  # noqa: F401  (they fill EQUAL and REFUSED)
-from tests.cut.test_models import MODELS, tokens
+from tests.cut.test_models import MODELS, padded, tokens
+from tests.flow.test_attributes import KINDS, rows
+from tests.flow.twins import assert_same, gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -69,3 +72,42 @@ def test_hazard_refused(name: str) -> None:
     with pytest.raises(CutError):
         graphcap.capture(module, args, kwargs, break_at=case.break_at)
     torch.rand(2, device="cuda")  # the generator still works
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_graph_more_than_experts_with_padding(name: str) -> None:
+    build, experts = MODELS[name]
+
+    def on_device() -> torch.nn.Module:
+        return build(torch.float32).cuda()
+
+    verdict = compare(on_device, lambda index: on_gpu(padded(index)), steps=20, break_at=("*.experts", "auto"))
+    assert verdict, str(verdict)
+    for inputs in (tokens, padded):
+        args, kwargs = on_gpu(inputs(0))
+        plan = graphcap.capture(on_device(), args, kwargs, break_at=("*.experts", "auto")).plan
+        assert (len(plan.breaks), plan.graphs) == (experts, experts + 1), str(plan)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_auxiliary_loss_kept_as_an_attribute(kind: str) -> None:
+    build, options = KINDS[kind]
+    torch.manual_seed(1)
+    module = build().cuda()
+    twin = copy.deepcopy(module)
+    with deterministic("cuda"):
+        graphed = graphcap.capture(module, (rows(0).detach().cuda().requires_grad_(),), **options)
+        for step in range(20):
+            found = []
+            for call, owner in ((graphed, module), (twin, twin)):
+                owner.zero_grad(set_to_none=True)
+                x = rows(step).detach().cuda().requires_grad_()
+                loss = call(x).square().mean() + 0.3 * owner.router.aux_loss
+                loss.backward()
+                found.append((loss.detach().clone(), x.grad, gradients(owner)))
+                with torch.no_grad():
+                    for parameter in owner.parameters():
+                        parameter -= 0.05 * (0 if parameter.grad is None else parameter.grad)
+            assert torch.equal(found[0][0], found[1][0])
+            assert torch.equal(found[0][1], found[1][1])
+            assert_same(found[0][2], found[1][2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from itertools import accumulate
 from pathlib import Path
@@ -50,6 +51,22 @@ def test_the_plan_shown_in_how_it_works(capsys: pytest.CaptureFixture[str]) -> N
     (shown,) = (block for block in blocks(text, "text") if "graphed parts" in block)
     size = r"[\d.]+ KiB"
     assert re.sub(size, "#", shown) in re.sub(size, "#", capsys.readouterr().out)
+
+
+def test_the_plan_shown_to_who_comes_from_transformer_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (DOCS / "guides/coming-from-transformer-engine.md").read_text(encoding="utf-8")
+    run_blocks(text)
+    (shown,) = blocks(text, "text")
+    assert capsys.readouterr().out == shown
+
+
+def test_the_guides_name_every_argument() -> None:
+    arguments = inspect.signature(graphcap.make_graphed_callables).parameters
+    te = (DOCS / "guides/coming-from-transformer-engine.md").read_text(encoding="utf-8")
+    assert [name for name in arguments if f"`{name}`" not in te] == []
+    torchs = (DOCS / "guides/coming-from-torch-cuda.md").read_text(encoding="utf-8")
+    known = inspect.signature(torch.cuda.make_graphed_callables).parameters
+    assert [name for name in known if f"`{name}`" not in torchs] == []
 
 
 def test_arguments_and_strides_are_as_the_quickstart_says() -> None:

@@ -56,5 +56,5 @@ def test_what_is_said_to_be_missing_is_missing() -> None:
     import graphcap
 
     layer, sample = torch.nn.Linear(2, 2), (torch.zeros(1, 2),)
-    with pytest.raises(graphcap.StateError, match="not built yet"):
-        graphcap.capture(layer, sample, quantization=object())
+    with pytest.raises(TypeError, match="recompute"):
+        graphcap.capture(layer, sample, recompute="full")  # type: ignore[call-arg]
