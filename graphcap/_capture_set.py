@@ -11,6 +11,7 @@ from graphcap import _guards
 from graphcap._arena import Arena
 from graphcap._facts import PartFacts, Pattern, UnitFacts
 from graphcap._plan import CapturePlan, UnitPlan
+from graphcap._recompute import Again
 from graphcap.backends.base import Graph, Pool
 from graphcap.order import Phase
 
@@ -35,7 +36,7 @@ class PartGraphs:
     inputs[i]: where read tensor i is expected. linked[i]: it is another part's static output (or passes through), so it
     is there already. outputs[i]: where made tensor i appears. grad_outputs: one per differentiable output.
     backward[phase]: one graph per pattern. Where weight gradients are delayed, those of W hold `backward_dw()`, and
-    those of B come before them.
+    those of B come before them. again: with recompute, how those of the backward are replayed.
     """
 
     facts: PartFacts
@@ -45,6 +46,7 @@ class PartGraphs:
     outputs: tuple[torch.Tensor, ...]
     grad_outputs: tuple[torch.Tensor, ...]
     backward: dict[Phase, tuple[BackwardGraph, ...]]
+    again: Again | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,9 +91,10 @@ class CapturePlan:
     arguments alone (a mask), which run before all graphs and cost none. slots: how many sets of static buffers.
     graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1). static_bytes: memory that
     the static buffers take, known once recording is done (0 before); shared_bytes: what it would be more if every
-    microbatch had buffers of its own. hooks: what runs around warm-up and recording. alias_parameters: ids of parameters
-    whose gradient is handed out as the static buffer itself. pools: of every slot, the number of its memory pool (empty:
-    each has its own).
+    microbatch had buffers of its own; recompute_saves: bytes of activations that recompute="part" does not keep between
+    forward and backward. hooks: what runs around warm-up and recording. alias_parameters: ids of parameters whose gradient
+    is handed out as the static buffer itself. pools: of every slot, the number of its memory pool (empty: each has its
+    own).
     """
 
     units: tuple[UnitPlan, ...]
@@ -104,6 +105,7 @@ class CapturePlan:
     strict: bool
     static_bytes: int = 0
     shared_bytes: int = 0
+    recompute_saves: int = 0
     hooks: TimeHooks = NO_HOOKS
     alias_parameters: frozenset[int] = frozenset()
     pools: tuple[int, ...] = ()
