@@ -21,12 +21,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap import _delayed, _guards
-from graphcap._arena import pack, same_arena
+from graphcap._arena import Arena, pack, same_arena
 from graphcap._capture_set import BackwardGraph as BackwardGraph
 from graphcap._capture_set import CaptureSet as CaptureSet
 from graphcap._capture_set import GraphSet as GraphSet
 from graphcap._capture_set import PartGraphs as PartGraphs
-from graphcap._capture_set import idle_parts
 from graphcap._facts import PartFacts, Pattern, UnitFacts, WarmupFacts
 from graphcap._parts import (
     OutIndex,
@@ -39,11 +38,14 @@ from graphcap._parts import (
     open_part,
     proxy_of,
     run_calls,
+    run_inputs,
     sample_copies,
 )
 from graphcap._plan import PartPlan, Sample, UnitPlan
 from graphcap._quantization import Session
-from graphcap._shared_memory import loosened, static_bytes
+from graphcap._recompute import Again
+from graphcap._record_again import SecondForward
+from graphcap._shared_memory import idle_parts, loosened, static_bytes
 from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
 from graphcap.backends.base import Backend, Graph, Pool, unless_empty
 from graphcap.errors import CaptureError, CutError, GraphcapError
@@ -64,6 +66,7 @@ class _Work:
     running: list[Running | None]
     env: dict[str, Any]
     statics: list[_PartWork | None]
+    scopes: list[dict[str, Any]]  # per part what it read (graphed), or all values after it (eager)
 
 
 @dataclass(slots=True)
@@ -77,6 +80,10 @@ class _PartWork:
     proxies: list[torch.Tensor]
     grad_outputs: list[torch.Tensor]
     backward: dict[Phase, tuple[BackwardGraph, ...]]
+    again: Again | None = None
+
+
+Finished = tuple[list[torch.Tensor | None], Arena | None]  # the results of a backward, and where those that leave lie
 
 
 class Recorder:
@@ -101,6 +108,8 @@ class Recorder:
         self.buffers: dict[int, torch.Tensor] = {}
         self.hold = self.plan.config.retain_graph
         self.operations = 0
+        self.recompute = self.plan.config.recompute is not None
+        self.saved = 0
 
     def run(self, kept: list[Any]) -> CaptureSet:
         """Record in the order of the plan: a graph set's forward at its first F, its backward at its first B (or I)."""
@@ -133,13 +142,13 @@ class Recorder:
         for pool in pools:
             pool.poison()
         static, saved = static_bytes(plan, [s for unit_sets in sets for s in unit_sets], self.buffers.values())
-        plan = replace(plan, static_bytes=static, shared_bytes=saved, idle=idle_parts(sets))
+        plan = replace(plan, static_bytes=static, shared_bytes=saved, recompute_saves=self.saved, idle=idle_parts(sets))
         return CaptureSet(plan, self.facts.parameters, sets, self.buffers, pools, tuple(kept), self.operations)
 
     def _settle(self, key: tuple[int, int], work: _Work) -> None:
         """A graph set is complete. Its gradients leave at once, so whoever comes next in its pool may have their memory."""
         graph_set = _frozen(work)
-        work.running, work.env, work.statics = [], {}, []  # what was held for the backward alone
+        work.running, work.env, work.statics, work.scopes = [], {}, [], []  # what was held for the backward alone
         pool = self.plan.pool_of(work.sample.slot)
         alone = sum(self.plan.pool_of(slot) == pool for slot in self._sets_in) == 1
         self.complete[key] = graph_set if alone else loosened(graph_set, self._aliased, outputs=False)
@@ -173,18 +182,29 @@ class Recorder:
             # The caller's is for one of ours: two of them in one may be replayed in another sequence than recorded.
             self.pools[number_of_pool], self.pool = self.backend.new_pool(self.pool), None
         pool = self.pools[number_of_pool]
-        work = _Work(number, pool, unit, facts, sample, places, [], entry_values(unit, args, kwargs), [])
+        work = _Work(number, pool, unit, facts, sample, places, [], entry_values(unit, args, kwargs), [], [])
         trace = unit.program.trace
         hooks = self.plan.hooks.forward(number, unit.layers[0])
         with torch.set_grad_enabled(facts.grad), hooks, self.session.run(number):
             if trace is not None:
                 trace.follow(args, kwargs, unit.parts, partial(self._opened, work))
-                return work
-            for part in facts.parts:
-                with self._opened(work, part.part) as opened:
-                    if not opened.stands:
-                        run_calls(part.part, opened.scope)
+            else:
+                for part in facts.parts:
+                    with self._opened(work, part.part) as opened:
+                        if not opened.stands:
+                            run_calls(part.part, opened.scope)
+        if self.recompute:
+            self._drop_saved(work)
         return work
+
+    def _drop_saved(self, work: _Work) -> None:
+        """recompute: nothing that autograd saved in the forwards stays."""
+        before = self.backend.allocated(work.pool)
+        for part in work.statics:
+            if part is not None:
+                part.made, part.proxies = [], []
+        work.running.clear()
+        self.saved += before - self.backend.allocated(work.pool)
 
     @contextmanager
     def _opened(self, work: _Work, part: PartPlan) -> Iterator[Opened]:
@@ -206,6 +226,7 @@ class Recorder:
         work.env.update(zip(part.part.makes, _rebuild(part, leaves), strict=True))
         work.running.append(None)
         work.statics.append(None)
+        work.scopes.append(dict(work.env))
 
     def _recording(self, work: _Work, part: PartFacts) -> Iterator[Opened]:
         """Record the forward of one graphed part; at the single `yield` its calls run."""
@@ -221,8 +242,8 @@ class Recorder:
             return proxy_of(static, leaf.spec.requires_grad and grad)
 
         # The values must lie in the static inputs before recording begins: the tape's kernels run on them.
-        env = dict(work.env)
-        prepared = run_inputs(part, env, proxy)
+        env_before, env = dict(work.env), dict(work.env)
+        prepared = run_inputs(part.part, env, proxy)
         modules = _guards.modules_of(work.unit.layers)
         before = _guards.plain_attributes(modules)
         with _guards.kept_autocast(), in_place_words(part.part):
@@ -232,7 +253,6 @@ class Recorder:
                     yield Opened(scope)
                 close_part(running, scope, env)
         _guards.refuse_host_effects(before, _guards.plain_attributes(modules), part.part.name, self._allowed(work))
-        graph = unless_empty(graph)
         self.operations += graph.operations
         self._agree(part, running)
         outputs = [t.detach() for t in running.made]
@@ -241,6 +261,7 @@ class Recorder:
         leaves = [made[leaf.place] if isinstance(leaf, OutIndex) else leaf for leaf in part.make_leaves]
         work.env.update(zip(part.part.makes, _rebuild(part, leaves), strict=True))
         work.running.append(running)
+        work.scopes.append({name: env_before[name] for name in part.part.reads})
         work.statics.append(
             _PartWork(part, statics, linked, graph, outputs, running.made, running.proxies, [], {})
         )
@@ -332,43 +353,66 @@ class Recorder:
         self, work: _Work, part: _PartWork, phase: Phase, last_phase: bool
     ) -> list[BackwardGraph]:
         recorded: list[BackwardGraph] = []
-        inputs = [part.proxies[i] for i in part.facts.grad_inputs] if phase is not Phase.W else []
+        places = part.facts.grad_inputs if phase is not Phase.W else ()
         indices = part.facts.parameters if phase is not Phase.I else ()
         parameters = [self.facts.parameters.alias[i] for i in indices]
         adding = [i for i in indices if i in self.buffers]
-        wanted = [*inputs, *parameters]
-        if not wanted:
+        if not places and not parameters:
             return recorded
         for number, pattern in enumerate(part.facts.patterns):
             keep = self.hold or not last_phase or number < len(part.facts.patterns) - 1
-            outputs = [part.made[p] for p, there in zip(part.facts.grad_outputs, pattern, strict=True) if there]
             arriving = [g for g, there in zip(part.grad_outputs, pattern, strict=True) if there]
-            with torch.autocast(self.backend.device.type, enabled=False), self._marked(indices) as marks:
-                with self.backend.capture(work.pool, self.generators) as graph, _NoRandom(part.facts.part.name):
+
+            def finish(
+                made: Sequence[torch.Tensor],
+                proxies: Sequence[torch.Tensor],
+                pattern: Pattern = pattern,
+                arriving: Sequence[torch.Tensor] = arriving,
+                keep: bool = keep and not self.recompute,
+            ) -> Finished:
+                outputs = [made[p] for p, there in zip(part.facts.grad_outputs, pattern, strict=True) if there]
+                wanted = [*(proxies[i] for i in places), *parameters]
+                with torch.autocast(self.backend.device.type, enabled=False), _NoRandom(part.facts.part.name):
                     found, _ = differentiate(outputs, wanted, arriving, work.facts.reentrant, retain_graph=keep)
                     results = list(found)
-                    self._add(results, len(inputs), indices)
+                    self._add(results, len(places), indices)
                     aliased = [self._aliased(index) for index in indices]
-                    results[len(inputs) :] = _apart(results[len(inputs) :], aliased)
-                    arena = None
+                    results[len(places) :] = _apart(results[len(places) :], aliased)
                     if recorded:
                         results = _share_results(results, recorded[0].results)
-                        arena = same_arena(recorded[0].arena, results, recorded[0].results)
-                    else:
-                        places = enumerate(zip(indices, aliased, strict=True), start=len(inputs))
-                        owned = [n for n, (index, alias) in places if index not in self.buffers and not alias]
-                        results, arena = pack(results, owned)
-            graph = unless_empty(graph)
+                        return results, same_arena(recorded[0].arena, results, recorded[0].results)
+                    mine = enumerate(zip(indices, aliased, strict=True), start=len(places))
+                    return pack(results, [n for n, (index, alias) in mine if index not in self.buffers and not alias])
+
+            with self._marked(indices) as marks:
+                if self.recompute:
+                    again = self._again(work)
+                    graph, (results, arena), part.again = again.record(part.facts, part.inputs, finish, part.again)
+                else:
+                    with self.backend.capture(work.pool, self.generators) as graph:
+                        results, arena = finish(part.made, part.proxies)
             self.operations += graph.operations
             held = [None if r is None else r.detach() for r in results]
             if adding:
-                held[len(inputs) :] = [
-                    None if index in self.buffers else r for index, r in zip(indices, held[len(inputs) :], strict=True)
+                held[len(places) :] = [
+                    None if index in self.buffers else r for index, r in zip(indices, held[len(places) :], strict=True)
                 ]
             recorded.append(BackwardGraph(graph, pattern, tuple(held), arena, tuple(marks)))
             if part.facts.delayed is not None:
                 self._record_delayed(work, part, part.facts.delayed, pattern)
         return recorded
+
+    def _again(self, work: _Work) -> SecondForward[Finished]:
+        return SecondForward(
+            partial(self.backend.capture, work.pool, self.generators),
+            self.backend,
+            work.unit,
+            work.sample,
+            work.facts.grad,
+            tuple(work.scopes),
+            tuple(self.facts.parameters.real),
+            self._agree,
+        )
 
     def _record_delayed(
         self, work: _Work, part: _PartWork, delayed: _delayed.DelayedWork, pattern: Pattern
@@ -447,11 +491,6 @@ class _NoRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "or without dropout"
             )
         return func(*args, **(kwargs or {}))
-
-
-def run_inputs(part: PartFacts, env: dict[str, Any], proxy: Any) -> dict[int, torch.Tensor]:
-    """The proxies of a part's inputs, made before recording begins; keyed by the id of the tensor that came."""
-    return {id(tensor): proxy(tensor) for tensor in distinct_tensors([env[name] for name in part.part.reads])}
 
 
 def accumulate_buffers(facts: WarmupFacts) -> dict[int, torch.Tensor]:
@@ -550,10 +589,11 @@ def _frozen(work: _Work) -> GraphSet:
             part.facts,
             tuple(part.inputs),
             tuple(part.linked),
-            part.forward,
+            unless_empty(part.forward),
             tuple(part.outputs),
             tuple(part.grad_outputs),
-            dict(part.backward),
+            {p: tuple(replace(g, graph=unless_empty(g.graph)) for g in graphs) for p, graphs in part.backward.items()},
+            part.again,
         )
         for part in work.statics
     )

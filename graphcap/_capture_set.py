@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from graphcap import _guards
 from graphcap._arena import Arena
 from graphcap._facts import PartFacts, Pattern, UnitFacts
 from graphcap._plan import CapturePlan, UnitPlan
+from graphcap._recompute import Again
 from graphcap.backends.base import Graph, Pool
 from graphcap.order import Phase
 
@@ -36,7 +36,7 @@ class PartGraphs:
     inputs[i]: where read tensor i is expected. linked[i]: it is another part's static output (or passes through), so it
     is there already. outputs[i]: where made tensor i appears. grad_outputs: one per differentiable output.
     backward[phase]: one graph per pattern. Where weight gradients are delayed, those of W hold `backward_dw()`, and
-    those of B come before them.
+    those of B come before them. again: with recompute, how those of the backward are replayed.
     """
 
     facts: PartFacts
@@ -46,6 +46,7 @@ class PartGraphs:
     outputs: tuple[torch.Tensor, ...]
     grad_outputs: tuple[torch.Tensor, ...]
     backward: dict[Phase, tuple[BackwardGraph, ...]]
+    again: Again | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +77,3 @@ class CaptureSet:
     pools: tuple[Pool, ...]
     kept: tuple[Any, ...]
     operations: int
-
-
-def idle_parts(sets: Sequence[Sequence[GraphSet]]) -> frozenset[tuple[int, int]]:
-    """(unit, part) of the graphed parts whose forward holds no operation, whatever the graph set."""
-    return frozenset(
-        (number, index)
-        for number, unit in enumerate(sets)
-        for index, part in enumerate(unit[0].parts if unit else ())
-        if part is not None and part.forward.empty
-    )

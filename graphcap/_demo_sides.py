@@ -22,7 +22,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class StepWise(Protocol):
     """Runs the steps of an order; a Graphed does."""
 
-    def forward(self, step: Step, *args: Any) -> Any: ...
+    def forward(self, step: Step, *args: Any, **kwargs: Any) -> Any: ...
     def backward(self, step: Step, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]: ...
 
 
@@ -32,8 +32,8 @@ class EagerSteps:
     def __init__(self, order: Order, chunks: tuple[Callable[..., Any], ...]) -> None:
         self._steps = Steps(order, lambda step, args, kwargs: (chunks[step.chunk](*args, **kwargs), None))
 
-    def forward(self, step: Step, *args: Any) -> Any:
-        return self._steps.forward(step, args, {})
+    def forward(self, step: Step, *args: Any, **kwargs: Any) -> Any:
+        return self._steps.forward(step, args, kwargs)
 
     def backward(self, step: Step, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return self._steps.backward(step, gradients)
@@ -46,8 +46,8 @@ class PlainCalls:
         self._model = model
         self._loss: torch.Tensor | None = None
 
-    def forward(self, step: Step, *args: Any) -> Any:
-        output = self._model(*args)
+    def forward(self, step: Step, *args: Any, **kwargs: Any) -> Any:
+        output = self._model(*args, **kwargs)
         self._loss = output.loss
         return output
 
@@ -86,7 +86,8 @@ def run_pass(side: Side, order: Order, batches: list[Batch]) -> tuple[float, lis
         if place.phase is Phase.F:
             tokens, labels = batches[place.microbatch]
             entry = tokens if place.chunk == 0 else outputs[place.chunk - 1, place.microbatch]
-            outputs[key] = side.steps.forward(place, entry, *((labels,) if last else ()))
+            ahead = {"tokens": tokens} if last and place.chunk > 0 and side.model.mtp is not None else {}
+            outputs[key] = side.steps.forward(place, entry, *((labels,) if last else ()), **ahead)
             names = ("loss", "logits") if last else ("hidden",)
             copies = [leaf.detach().clone() for leaf in flatten(outputs[key])[0]]
             made += [Value("output", f"{n} of {place}", v) for n, v in zip(names, copies, strict=True)]

@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from graphcap._facts import PartFacts
+from graphcap._facts import PartFacts, UnitFacts
 from graphcap._parts import OutIndex, distinct_tensors
-from graphcap._plan import PartPlan
+from graphcap._plan import PartPlan, UnitPlan
+from graphcap._recompute import run_checkpointed
 from graphcap._tensors import flatten, same_constant
 from graphcap.errors import InputMismatch
 from graphcap.partial_layer import NOTHING, Call, run_call
 
 
-def run_eager(part: PartPlan, facts: PartFacts, env: dict[str, Any], before: Callable[[Call], None]) -> None:
-    """Run an eager part as it is, and check that what it made is what the next graph expects. `before`: each call."""
-    scope = {NOTHING: None, **{name: env[name] for name in part.reads}}
-    for call in part.calls:
-        before(call)
-        run_call(call, scope)
-    makes = [scope[name] for name in part.makes]
+def state_of(unit: UnitPlan, facts: UnitFacts) -> tuple[torch.Tensor, ...]:
+    """The parameters that eager parts alone may read. (What graphs read, their own backward looks at.)"""
+    modules = [layer for layer in unit.layers if isinstance(layer, torch.nn.Module)]
+    own = [p for m in modules for p in m.parameters() if id(p) not in facts.used_parameters]
+    return tuple({id(parameter): parameter for parameter in own}.values())
+
+
+def run_eager(
+    part: PartPlan,
+    facts: PartFacts,
+    env: dict[str, Any],
+    before: Callable[[Call], None],
+    state: Sequence[torch.Tensor] | None = None,
+) -> None:
+    """Run an eager part as it is, and check that what it made is what the next graph expects. before: each call. With
+    `state` (what it may read besides) it runs under torch's checkpoint."""
+
+    def run(*values: Any) -> list[Any]:
+        scope = {NOTHING: None, **dict(zip(part.reads, values, strict=True))}
+        for call in part.calls:
+            before(call)
+            run_call(call, scope)
+        return [scope[name] for name in part.makes]
+
+    values = [env[name] for name in part.reads]
+    if state is not None and torch.is_grad_enabled():
+        makes = run_checkpointed(part.name, run, values, (*state, *facts.buffers))
+    else:
+        makes = run(*values)
     leaves, structure = flatten(makes)
     if structure != facts.make_structure:
         raise InputMismatch(f"eager part {part.name} returned another structure than at capture")

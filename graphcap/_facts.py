@@ -36,7 +36,8 @@ class PartFacts:
     repeated, cast: parameters that are used more than once here, that are converted to another dtype here. returned[i]:
     the place in `reads` of the tensor that an eager part hands on as it came, where output i is one.
     values: copies of what an eager part made, so that recording runs on real values. delayed: what its modules put off
-    in `backward` and do in `backward_dw()`.
+    in `backward` and do in `backward_dw()`. changes_state: an eager part changed a buffer or an attribute, so it must not
+    run twice; buffers: those that it read (both for recompute).
     """
 
     part: PartPlan
@@ -57,6 +58,8 @@ class PartFacts:
     returned: tuple[int | None, ...]
     values: tuple[torch.Tensor, ...] = ()
     delayed: DelayedWork | None = None
+    changes_state: bool = False
+    buffers: tuple[torch.Tensor, ...] = ()
 
     @property
     def differentiable(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from graphcap import _torch_private as private
 from graphcap._facts import Pattern
+from graphcap._recompute import Remembered
 from graphcap.backends.base import Backend, Event, Graph
 from graphcap.errors import InFlightError, InputMismatch, ReplayOrderError
 from graphcap.fp8_meta import Ticket
@@ -53,8 +54,8 @@ class Flight:
     """
 
     __slots__ = (
-        "__weakref__", "chosen", "done", "ending", "finished", "generation", "hold", "input_results", "on_finish", "phase",
-        "side", "tickets",
+        "__weakref__", "again", "chosen", "done", "ending", "finished", "generation", "hold", "input_results", "on_finish",
+        "phase", "side", "tickets",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +68,7 @@ class Flight:
         self.generation, self.hold, self.side = generation, hold, side
         self.tickets: dict[int, Ticket] = {}  # part -> what it claimed on its forward, where it runs quantised modules
         self.chosen: dict[int, Pattern] = {}  # part -> the pattern of the backward graph that ran
+        self.again: dict[int, Remembered] = {}  # part -> of its forward, for recompute
         self.phase = Phase.B
         self.finished = self.ending = False
         self.done: set[tuple[int, Phase]] = set()

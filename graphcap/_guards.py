@@ -341,6 +341,20 @@ def kept_autocast() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
+def state_versions(modules: Iterable[nn.Module]) -> list[tuple[int, int]]:
+    """Parameters and buffers, and how often each was changed in place."""
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+
+
+def in_caching_autocast() -> bool:
+    """Whether an autocast region is open (also one that is switched off for a while) whose casts of parameters are kept
+    until its end. Only the outermost region's end clears the cache."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth > 0 and torch.is_autocast_cache_enabled()
+
+
 Attributes = dict[tuple[int, str], tuple[str, Any]]  # (id of the module, name) -> (what to call it, state)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from graphcap._plan import PartPlan, Sample, UnitPlan
 from graphcap._tensors import Structure, check_leaf, flatten, static_copy, tensors_of, unflatten
-from graphcap.errors import CutError
+from graphcap.errors import CutError, GraphcapError
 from graphcap.partial_layer import GRAPHED, NOTHING, run_call
 
 
@@ -38,6 +38,8 @@ class Running:
     make_leaves: list[Any] = field(default_factory=list)
     make_structure: Structure | None = None
     returned: list[int | None] = field(default_factory=list)
+    changes_state: bool = False
+    buffers: tuple[torch.Tensor, ...] = ()
 
 
 def sample_copies(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -86,6 +88,11 @@ def open_part(
             given.append(leaf)
     running.versions = [p._version for p in running.proxies]
     return running, {NOTHING: None, **dict(zip(part.reads, unflatten(running.structure, given), strict=True))}
+
+
+def run_inputs(part: PartPlan, env: dict[str, Any], proxy: Any) -> dict[int, torch.Tensor]:
+    """The proxies of a part's inputs, made before recording begins; keyed by the id of the tensor that came."""
+    return {id(tensor): proxy(tensor) for tensor in distinct_tensors([env[name] for name in part.reads])}
 
 
 @contextmanager
@@ -162,7 +169,7 @@ def differentiate(
             )
             return list(found), False
         except RuntimeError as error:
-            if "checkpoint" not in str(error).lower():
+            if isinstance(error, GraphcapError) or "checkpoint" not in str(error).lower():
                 raise
     for leaf in inputs:
         leaf.grad = None

@@ -92,9 +92,10 @@ class CapturePlan:
     graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1, less the idle parts).
     idle: (unit, part) of graphed parts that make views alone and have no graph, known once recorded. static_bytes: memory
     that the static buffers take, known once recording is done (0 before); shared_bytes: what it would be more if every
-    microbatch had buffers of its own. hooks: what runs around warm-up and recording. alias_parameters: ids of parameters
-    whose gradient is handed out as the static buffer itself. pools: of every slot, the number of its memory pool (empty:
-    each has its own).
+    microbatch had buffers of its own; recompute_saves: bytes of activations that recompute="part" does not keep between
+    forward and backward. hooks: what runs around warm-up and recording. alias_parameters: ids of parameters whose gradient
+    is handed out as the static buffer itself. pools: of every slot, the number of its memory pool (empty: each has its
+    own).
     """
 
     units: tuple[UnitPlan, ...]
@@ -106,6 +107,7 @@ class CapturePlan:
     static_bytes: int = 0
     idle: frozenset[tuple[int, int]] = frozenset()
     shared_bytes: int = 0
+    recompute_saves: int = 0
     hooks: TimeHooks = NO_HOOKS
     alias_parameters: frozenset[int] = frozenset()
     pools: tuple[int, ...] = ()

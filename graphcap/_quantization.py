@@ -12,7 +12,7 @@ from torch import nn
 
 from graphcap import fp8_meta
 from graphcap._plan import CapturePlan, Layers
-from graphcap.errors import OrderError, StateError
+from graphcap.errors import OrderError, PlanError, StateError
 from graphcap.fp8_meta import Handle, QuantizedState, QuantPlan, QuantSpec, Ticket
 from graphcap.order import Phase
 
@@ -111,6 +111,18 @@ def refuse_split_backwards(plan: CapturePlan, session: Session, delayed: bool) -
         raise OrderError(
             f"order {plan.order}: I and W steps run the backward of a quantised module twice, so its amaxes would be "
             "collected and reduced twice. Use modules that delay their weight gradients (backward_dw()), or B steps"
+        )
+
+
+def refuse_recompute(plan: CapturePlan, session: Session, delayed: bool) -> None:
+    """recompute runs a part's Python once more, and modules that keep books of their forwards would book it twice."""
+    if plan.config.recompute is None:
+        return
+    if delayed or (session.state is not None and any(spec.active for spec in session.specs)):
+        what = "put weight gradients off (backward_dw())" if delayed else "collect amaxes in low precision"
+        raise PlanError(
+            f"CaptureConfig(recompute={plan.config.recompute!r}) with modules that {what}: they would do so once more in "
+            "the recomputation. Capture without recompute"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from graphcap import _torch_private as private
 from graphcap._attributes import Attribute, Placed
 from graphcap._capture_set import BackwardGraph, CaptureSet, GraphSet, PartGraphs
 from graphcap._copies import Copies, fresh, memory_of
-from graphcap._eager_part import run_eager
+from graphcap._eager_part import run_eager, state_of
 from graphcap._facts import PartFacts, Pattern
 from graphcap._flight import Flight, Side, Slot
 from graphcap._guards import Parameters
@@ -43,6 +44,8 @@ class _PartNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bound: BoundPart, flight: Flight, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if bound.again is not None:
+            flight.again[bound.index] = bound.again.remember()
         outputs = bound.run(tensors, flight.side)
         ctx.bound, ctx.flight = bound, flight
         ctx.set_materialize_grads(False)
@@ -61,6 +64,13 @@ class _PartNode(torch.autograd.Function):
 
 
 _apply_node = private.node_apply(_PartNode)
+
+
+def _launch(graph: BackwardGraph, flight: Flight) -> None:
+    if flight.side is None:
+        graph.graph.replay()
+    else:
+        flight.side.replay(graph.graph, whole=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +102,7 @@ class BoundPart:
 
     def __init__(self, graphs: PartGraphs, index: int, slot: Slot, capture: CaptureSet, alias_outputs: bool) -> None:
         self.graphs, self.facts, self.index, self.slot = graphs, graphs.facts, index, slot
+        self.again = graphs.again
         self.retain = capture.plan.config.retain_graph
         linked = graphs.linked
         self.incoming = Copies([memory_of(n, static) for n, static in enumerate(graphs.inputs) if not linked[n]])
@@ -276,10 +287,10 @@ class BoundPart:
 
     def _replay(self, graph: BackwardGraph, flight: Flight) -> None:
         """Replay, and do what the Python of the backward does to parameters. The results are read at once: all of it."""
-        if flight.side is None:
-            graph.graph.replay()
+        if self.again is None:
+            _launch(graph, flight)
         else:
-            flight.side.replay(graph.graph, whole=True)
+            self.again.replay(partial(_launch, graph, flight), flight.again[self.index])
         for index, name, value in graph.marks:
             setattr(self._real[index], name, value)
 
@@ -501,6 +512,8 @@ class BoundSet:
         alias = capture.plan.outputs_alias
         self.alias = alias
         self.placed = Placed()
+        self.recompute = capture.plan.config.recompute is not None and graph_set.facts.grad
+        self.state = state_of(graph_set.unit, graph_set.facts) if self.recompute else ()
         self.parts = [
             None if graphs is None else BoundPart(graphs, index, slot, capture, alias)
             for index, graphs in enumerate(graph_set.parts)
@@ -529,7 +542,8 @@ class BoundSet:
         owned: _Owned = {}
         for part, bound, facts in zip(self.unit.parts, self.parts, self.facts.parts, strict=True):
             if bound is None:
-                run_eager(part, facts, env, lambda call: self._put(call.sets, env, owned))
+                state = self.state if self.recompute and not facts.changes_state else None
+                run_eager(part, facts, env, lambda call: self._put(call.sets, env, owned), state)
             else:
                 bound.call(env, flight if bound.facts.differentiable else None, anchor, side)
         value = self.unit.program.result(env)

@@ -7,6 +7,7 @@ operator reads what its stretch made, the stretch's proxies, and the modules' pa
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -258,6 +259,7 @@ class Analysis(Owners):
                 )
             self._left.append((value, self.owners[value.root].key))
             owner.clone_of = value.root
+            owner.clone, owner.version = weakref.ref(proxy), proxy._version
             value.name, value.made, value.root, value.homes = (
                 f"{value.name}@{self.stretch}",
                 self.stretch,
@@ -347,7 +349,7 @@ class Analysis(Owners):
         given, raw = self._break_arguments(target.title, leaves, number)
         before = [tensor._version for tensor in given if isinstance(tensor, torch.Tensor)]
         new_args, new_kwargs = unflatten(structure, given)
-        state = (torch.is_grad_enabled(), self._autocast())
+        state = (torch.is_grad_enabled(), self._autocast(), _guards.in_caching_autocast())
         self.title, self.inside, self.quiet = target.title, number, False
         self.drew = self.wrote_outside = False
         self.reads_inside = set()
@@ -466,7 +468,7 @@ class Analysis(Owners):
         raw: dict[int, tuple[torch.Tensor, torch.Tensor]],
         place: Place,
         arguments: tuple[Any, tuple[Any, ...]],
-        state: tuple[bool, tuple[bool, torch.dtype]],
+        state: tuple[bool, tuple[bool, torch.dtype], bool],
     ) -> tuple[BreakRecord, Any]:
         leaves, structure = taken_apart(result)
         recorded: list[Any] = []
@@ -488,7 +490,7 @@ class Analysis(Owners):
                 self.new_value(leaf, name, OUTSIDE, place)
                 new.append(name)
             recorded.append(self._leaf(leaves[at], what))
-        grad, autocast = state
+        grad, autocast, in_region = state
         reads: dict[str, None] = {}
         for leaf in arguments[1]:
             names = (leaf.name,) if isinstance(leaf, Ref) else leaf.reads if isinstance(leaf, Recomputed) else ()
@@ -502,6 +504,7 @@ class Analysis(Owners):
             tuple(new),
             grad,
             autocast,
+            in_region,
             place,
             tuple(reads),
         )

@@ -48,6 +48,10 @@ class BreakCall:
     ambient_autocast: tuple[bool, torch.dtype]
     device: str
 
+    @property
+    def in_caching_autocast(self) -> bool:
+        return self.record.in_region
+
     def __call__(self, *values: torch.Tensor) -> Any:
         named = dict(zip(self.record.reads, values, strict=True))
         leaves = [self._argument(leaf, named) for leaf in self.record.argument_leaves]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,13 +35,15 @@ class NeedsClone(BaseException):
 @dataclass(slots=True)
 class Owner:
     """Whose a storage is. root: the storage that it is a copy of; proxy: the value that it is a proxy of; clone_of: the
-    root of the value that is changed here."""
+    root of the value that is changed here; clone, version: that clone, and how often it was changed so far."""
 
     stretch: int
     root: int
     key: private.StorageKey
     proxy: Value | None = None
     clone_of: int | None = None
+    clone: weakref.ref[torch.Tensor] | None = None
+    version: int = 0
     place: Place = None
     inside: int | None = None  # the break that made it, or whose argument it is
 
@@ -113,6 +116,7 @@ class Owners(Trace):
         self._recomputed: dict[int | None, Place] = {}  # roots that a recomputation will read
         self._written: dict[int, tuple[int, Place]] = {}  # any memory: when it was changed last, and where
         self._changed: dict[int, tuple[int, Place]] = {}  # memory of modules and of breaks: when, and where
+        self._clones_written: list[Owner] = []  # by the call that is running
 
     def own(self, tensor: torch.Tensor, stretch: int) -> Owner:
         key = private.storage_key(tensor)
@@ -207,6 +211,20 @@ class Owners(Trace):
             if has_storage(tensor):
                 self._note_change(tensor)
 
+    def returned(self, number: int) -> None:
+        """A write that autograd does not count (through `.data`) changes what it saved before the break, too: eager's
+        gradients are those of the changed values, and the clone's are not. (Versions move after the operator is done.)"""
+        for owner in self._clones_written:
+            clone = owner.clone() if owner.clone is not None else None
+            if clone is not None and clone._version == owner.version:
+                raise CutError(
+                    "a tensor from before a break is changed in place through .data (or another alias that autograd does "
+                    f"not count)\n  made at {line_text(owner.place)}\n  changed at {line_text(user_place())}\n  Way out: "
+                    "change the tensor itself, under torch.no_grad() if need be, or work on a clone"
+                )
+            owner.version = 0 if clone is None else clone._version
+        self._clones_written.clear()
+
     def _note_change(self, tensor: torch.Tensor) -> None:
         key = private.storage_key(tensor)
         owner = self.owners.get(key)
@@ -283,6 +301,10 @@ class Owners(Trace):
             )
 
     def after_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        for tensor in written_arguments(func, args, kwargs):
+            owner = self.owners.get(private.storage_key(tensor)) if has_storage(tensor) else None
+            if owner is not None and owner.clone_of is not None and self.inside is None:
+                self._clones_written.append(owner)
         sources = [t for t in tensors_in(args, kwargs) if has_storage(t)]
         is_host = func._schema.name == "aten::lift_fresh" or (
             bool(sources) and all(self.view.is_host(tensor) for tensor in sources)

@@ -122,8 +122,9 @@ class _Constant:
 @dataclass(frozen=True, slots=True)
 class BreakRecord:
     """A call of a break as it was seen. Leaves are Refs, StateRefs or constants; `new`: the values that it made.
-    grad: whether it ran in grad mode; autocast: (enabled, dtype). Arguments of a hoisted break may also be computed again,
-    or stood for (_trace_hoist.py); reads: the values that it takes."""
+    grad: whether it ran in grad mode; autocast: (enabled, dtype); in_region: it was called inside an autocast region, which
+    caches casts of parameters until its end. Arguments of a hoisted break may also be computed again, or stood for
+    (_trace_hoist.py); reads: the values that it takes."""
 
     target: Target
     arguments: Structure
@@ -134,6 +135,7 @@ class BreakRecord:
     new: tuple[str, ...]
     grad: bool
     autocast: tuple[bool, torch.dtype]
+    in_region: bool
     place: Place
     reads: tuple[str, ...]
 

@@ -43,6 +43,7 @@ from graphcap._parts import (
 )
 from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys, with_attributes
 from graphcap._quantization import Session
+from graphcap._recompute import EagerWatch
 from graphcap._tensors import TensorSpec, flatten, same_constant, static_copy, tensors_of
 from graphcap.backends.base import Backend
 from graphcap.errors import CutError, GraphcapError, SampleError, WarmupError
@@ -151,6 +152,7 @@ class _UnitRuns:
                 self.trial,
                 self.plan.config.on_replay is not None,
             )
+            self._seen.recompute = self.plan.config.recompute is not None
             self._waiting = _delayed.pending(self.trial.owners)
             self._seen.forward(watch=self._done > 0)
 
@@ -289,6 +291,7 @@ class _Pass:
         self.crossings: Crossings | None = None
         self.sets_tensors = False
         self.declared: set[tuple[int, str]] = set()  # plain attributes that graphed parts have changed
+        self.recompute = False
         self._alive: list[Any] = []
 
     def forward(self, *, watch: bool) -> None:
@@ -310,9 +313,11 @@ class _Pass:
         eager = part.kind is not GRAPHED
         before = _guards.plain_attributes(self.modules) if watch or eager else None
         held = {} if eager or self.unit.program.trace is not None else _attributes.snapshot(self.modules)
+        versions = _guards.state_versions(self.modules) if eager else None
         running, scope = open_part(part, self.env, self._proxy)
         with in_place_words(part), self._looked_at(part, running), ExitStack() as stack:
             visited = stack.enter_context(_guards.visited_modules()) if eager or self.trial.owners else set()
+            watch_eager = stack.enter_context(EagerWatch()) if eager and self.recompute else None
             yield Opened(scope)
         close_part(running, scope, self.env)
         if self.trial.owners:  # a module whose forward is called is not called itself
@@ -322,7 +327,12 @@ class _Pass:
         if eager:
             self.eager_modules |= visited
         if before is not None and eager:
-            self.changed_by_eager |= _guards.changed_attributes(before, _guards.plain_attributes(self.modules))
+            changed = _guards.changed_attributes(before, _guards.plain_attributes(self.modules))
+            self.changed_by_eager |= changed
+            running.changes_state = bool(changed) or versions != _guards.state_versions(self.modules)
+            if watch_eager is not None:
+                running.changes_state |= watch_eager.draws
+                running.buffers = watch_eager.of(b for module in self.modules for b in module.buffers())
         elif before is None:
             self.sets_tensors = self.sets_tensors or bool(_attributes.changes(held, _attributes.snapshot(self.modules)))
         else:
@@ -478,11 +488,14 @@ class _Shape:
             elif number is not None:
                 self.grad_inputs.add(number)
             else:
-                raise CutError(
-                    f"part {running.part.name} uses a tensor of shape {list(leaf.shape)} that requires grad but is "
-                    "neither an argument nor a parameter of the captured modules, so its gradient would be lost: "
-                    "register it as a parameter, or pass it as an argument"
-                )
+                self._refuse_lost(leaf)
+
+    def _refuse_lost(self, leaf: torch.Tensor) -> None:
+        raise CutError(
+            f"part {self.running.part.name} uses a tensor of shape {list(leaf.shape)} that requires grad but is neither an "
+            "argument nor a parameter of the captured modules, so its gradient would be lost: register it as a parameter, "
+            "or pass it as an argument"
+        )
 
     def _refuse_bypass(self, leaf: torch.Tensor, index: int) -> None:
         parameters = self._pass.parameters
@@ -541,6 +554,8 @@ class _Shape:
             tuple(running.returned),
             values,
             run_pass.trial.work(running.part.index),
+            running.changes_state,
+            running.buffers,
         )
 
 
@@ -614,17 +629,28 @@ def _refuse_ambiguous_sums(facts: WarmupFacts) -> None:
 
 
 def _refuse_shared_casts(facts: WarmupFacts) -> None:
-    """Autocast casts a parameter once and adds the gradients of all its uses in the low precision; parts cast by
-    themselves, and their gradients are added in the parameter's own."""
+    """An autocast region casts a parameter once and adds the gradients of all its uses in the low precision; parts cast by
+    themselves, and their gradients are added in the parameter's own. The region may surround the call, or be opened
+    inside the callable and still be open at a break."""
     for unit in (sets[0] for sets in facts.units):
-        seen: dict[int, str] = {}
+        seen: dict[tuple[int, int], str] = {}  # parameter, region -> the last part
+        region = 0
         for part in unit.parts:
+            closed = part.part.kind is not GRAPHED and not _inside_region(part.part)
+            region += closed
             for index in part.cast:
                 device = facts.parameters.real[index].device.type
-                if index in seen and torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled():
+                around = torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()
+                key = (index, -1 if around else region)
+                if key in seen:
                     raise CutError(
-                        f"parameter {facts.parameters.names[index]} is cast by autocast in part {seen[index]} and again in "
+                        f"parameter {facts.parameters.names[index]} is cast by autocast in part {seen[key]} and again in "
                         f"part {part.part.name}: eager casts it once and adds its gradients in the low precision, graphs "
-                        "can't. Use it in one part, or capture and call with torch.autocast(..., cache_enabled=False)"
+                        "can't. Use it in one part, or let every such region be torch.autocast(..., cache_enabled=False)"
                     )
-                seen[index] = part.part.name
+                seen[key] = part.part.name
+            region += closed
+
+
+def _inside_region(part: PartPlan) -> bool:
+    return any(getattr(call.run, "in_caching_autocast", False) for call in part.calls)

@@ -1,4 +1,4 @@
-"""The command `graphcap`: demo, plan, order, doctor.
+"""The command `graphcap`: demo, plan, order, convert, doctor.
 
 Exit codes: 0 well; 1 something differs, or capture or replay refused to go on; 2 a wrong call.
 """
@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from graphcap import _plan_command, demo, doctor, order_table
 from graphcap.errors import DeviceError, GraphcapError, PlanError
+from graphcap.hybrid.conversion import convert
 
 TAPE_TIMES = "The tape is for tests: on it times mean nothing."
 
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands.add_parser("demo", help="train a graphed model beside its eager twin and compare every bit"))
     _add_plan(commands.add_parser("plan", help="how a model would be cut: parts, breaks and why, what crosses"))
     _add_order(commands.add_parser("order", help="the steps of a schedule, their live ranges and slots"))
+    _add_convert(commands.add_parser("convert", help="a hybrid model's checkpoint for another layer pattern, or a GPT"))
     command = commands.add_parser("doctor", help="what this machine can do")
     command.set_defaults(run=_doctor)
     return parser
@@ -189,7 +191,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ----------------------------------------------------------------------------------------------------- order and doctor
+# ------------------------------------------------------------------------------------------- order, convert and doctor
 
 
 def _add_order(command: argparse.ArgumentParser) -> None:
@@ -215,6 +217,31 @@ def _order(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
     console.print(str(order), markup=False, soft_wrap=True)
     console.print(order_table.render(order))
+    return 0
+
+
+def _add_convert(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("source", type=Path, help="folder of a checkpoint")
+    add("target", type=Path, help="a new folder")
+    add("--to", required=True, metavar="PATTERN", help="the layers that the new checkpoint is for, or: gpt")
+    add("--from", dest="pattern", metavar="PATTERN", help="the source's layers; default: from the config beside it")
+    add("--drop-mamba", action="store_true", help="leave out Mamba layers that the new pattern has no place for")
+    add("--seed", type=int, default=0, help="for Mamba layers that only the new pattern has")
+    command.set_defaults(run=_convert)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    done = convert(
+        arguments.source,
+        arguments.target,
+        arguments.to,
+        pattern=arguments.pattern,
+        drop_mamba=arguments.drop_mamba,
+        seed=arguments.seed,
+    )
+    counts = f"{done.copied} entries copied, {done.dropped} left out, {done.made} made anew"
+    Console(highlight=False).print(f"{done.source} -> {done.target}: {counts}", markup=False, soft_wrap=True)
     return 0
 
 

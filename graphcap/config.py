@@ -11,6 +11,7 @@ from graphcap.errors import PlanError
 Grads = Literal["return", "accumulate", "alias"]
 Outputs = Literal["copy", "alias"]
 OnMismatch = Literal["error", "eager"]
+Recompute = Literal["part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class CaptureConfig:
         no_grad too; not in warm-up and recording, nor where the module itself runs (disabled(), on_mismatch="eager"). With
         it, graphed parts may change numbers, texts, lists, sets and dicts of them among the attributes of modules: it does
         what their Python would have done. An error in it leaves the slot free, as if the forward had not been.
+    recompute: "part" keeps no activation of a part: its backward graph runs its forward once more, with the random numbers
+        of the first; eager parts that change no state run under torch.utils.checkpoint. Less memory, more work.
     """
 
     warmup: int = 3
@@ -38,6 +41,7 @@ class CaptureConfig:
     on_mismatch: OnMismatch = "error"
     retain_graph: bool = False
     on_replay: Callable[[Any], object] | None = None
+    recompute: Recompute | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.warmup, int) or isinstance(self.warmup, bool) or self.warmup < 1:
@@ -47,6 +51,7 @@ class CaptureConfig:
         _one_of("on_mismatch", self.on_mismatch, ("error", "eager"))
         if self.on_replay is not None and not callable(self.on_replay):
             raise PlanError(f"CaptureConfig(on_replay={self.on_replay!r}): expected a function of the step, or None")
+        _one_of("recompute", self.recompute, (None, "part"))
         if not isinstance(self.retain_graph, bool):
             raise PlanError(f"CaptureConfig(retain_graph={self.retain_graph!r}): expected True or False")
 

@@ -221,7 +221,10 @@ def _capture(model: HybridModel, chosen: ResolvedSettings) -> Any:
         torch.zeros(shape, dtype=chosen.config.dtype, device=chosen.device, requires_grad=True) for _ in chunks[1:]
     ]
     samples = [(entry,) for entry in entries[:-1]] + [(entries[-1], labels)]
-    return capture(chunks, tuple(samples), order=chosen.order, backend=chosen.backend)
+    named: list[dict[str, Any]] = [{} for _ in chunks]
+    if model.mtp is not None and len(chunks) > 1:
+        named[-1] = {"tokens": tokens}  # the last chunk embeds the tokens that its MTP layers look ahead to
+    return capture(chunks, tuple(samples), tuple(named), order=chosen.order, backend=chosen.backend)
 
 
 def _eager_side(model: HybridModel, chosen: ResolvedSettings) -> Side:

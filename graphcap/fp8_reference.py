@@ -14,62 +14,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphcap.errors import InputMismatch, PlanError, StateError
+from graphcap._fp8_scaling import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    INPUT,
+    WEIGHT,
+    Bucket,
+    cast,
+    largest_over,
+    note,
+    recipe_of,
+    update,
+    with_rows,
+)
+from graphcap._fp8_scaling import RefRecipe as RefRecipe
+from graphcap.errors import InputMismatch, StateError
 from graphcap.fp8_meta import QuantSpec
-
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-FORWARD, BACKWARD = "forward", "backward"
-INPUT, WEIGHT, GRADIENT = 0, 1, 0  # columns of the histories: two forward, one backward
-
-
-@dataclass(frozen=True, slots=True)
-class RefRecipe:
-    """How tensors are quantised.
-
-    kind: "delayed" or "current" scaling. margin: scales are made smaller by 2 ** margin. history_len: rows of an amax
-    history, at least 1. algo: the amax of a history is its "max" or the "most_recent" one. reduce_amax: over the group.
-    forward, backward: torch.float8_e4m3fn or torch.float8_e5m2.
-    """
-
-    kind: Literal["delayed", "current"] = "delayed"
-    margin: int = 0
-    history_len: int = 16
-    algo: Literal["max", "most_recent"] = "max"
-    reduce_amax: bool = True
-    forward: torch.dtype = torch.float8_e4m3fn
-    backward: torch.dtype = torch.float8_e5m2
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("delayed", "current"):
-            raise PlanError(f"RefRecipe(kind={self.kind!r}): expected 'delayed' or 'current'")
-        if self.algo not in ("max", "most_recent"):
-            raise PlanError(f"RefRecipe(algo={self.algo!r}): expected 'max' or 'most_recent'")
-        if type(self.history_len) is not int or self.history_len < 1:
-            raise PlanError(f"RefRecipe(history_len={self.history_len!r}): expected a whole number of at least 1")
-        for name, dtype in (("forward", self.forward), ("backward", self.backward)):
-            if dtype not in LARGEST:
-                raise PlanError(f"RefRecipe({name}={dtype}): expected torch.float8_e4m3fn or torch.float8_e5m2")
-
-    @property
-    def recorded(self) -> tuple[Any, ...]:
-        """What recorded kernels depend on; the rest acts in the reduction on the host."""
-        return (self.kind, self.history_len, self.forward, self.backward)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """What is reduced together: one direction, all fields of the recipe, one group (by identity, and kept alive)."""
-
-    direction: str
-    recipe: RefRecipe
-    group: Any = field(hash=False, compare=False)
-    group_id: int
 
 
 @dataclass(slots=True)
@@ -139,7 +106,7 @@ class RefManager:
         self._depth = 0
         self._epoch = 0
         self._first_is_free = False  # whether the reduction after backward is still to be claimed in this region
-        self._buckets: dict[_Bucket, list[RefFp8Linear]] = {}
+        self._buckets: dict[Bucket, list[RefFp8Linear]] = {}
         self._registered: set[RefFp8Linear] = set()
         self._open: Capturing | None = None
 
@@ -152,7 +119,7 @@ class RefManager:
     @contextmanager
     def autocast(self, spec: QuantSpec) -> Iterator[None]:
         """Layers inside run under `spec`. Leaving the outermost region reduces forward amaxes where gradients are on."""
-        _recipe_of(spec)
+        recipe_of(spec)
         before = self._region
         if self._depth == 0:
             self._first_is_free = True
@@ -184,7 +151,7 @@ class RefManager:
 
     def prepare(self, owner: RefFp8Linear, spec: QuantSpec) -> None:
         """What the start of every low-precision forward does: history length, registration, being noticed."""
-        recipe = _recipe_of(spec)
+        recipe = recipe_of(spec)
         owner.resize(recipe.history_len)
         capturing = self._region.capturing
         if capturing is None:
@@ -207,12 +174,12 @@ class RefManager:
     # ---------------------------------------------------------------------------------------------- registration, reduction
 
     def _register(self, owner: RefFp8Linear, spec: QuantSpec) -> None:
-        recipe = _recipe_of(spec)
+        recipe = recipe_of(spec)
         if recipe.kind != "delayed" or owner in self._registered:
             return
         self._registered.add(owner)
         for direction in (FORWARD, BACKWARD):
-            bucket = _Bucket(direction, recipe, spec.group, id(spec.group))
+            bucket = Bucket(direction, recipe, spec.group, id(spec.group))
             self._buckets.setdefault(bucket, []).append(owner)
 
     def is_registered(self, owner: RefFp8Linear) -> bool:
@@ -231,10 +198,10 @@ class RefManager:
             with torch.no_grad():
                 rows = torch.cat([history[0] for history in histories])
                 if bucket.recipe.reduce_amax:
-                    _largest_over(rows, bucket.group)
+                    largest_over(rows, bucket.group)
                 parts = torch.split(rows, [history.shape[1] for history in histories])
                 for owner, history, last in zip(owners, histories, parts, strict=True):
-                    _update(bucket, history, owner.scale(direction), last)
+                    update(bucket, history, owner.scale(direction), last)
 
     # ---------------------------------------------------------------------------------------------------------- capture
 
@@ -249,7 +216,7 @@ class RefManager:
             raise StateError("a capture with this RefManager is open already: end it first")
         specs = tuple(specs)
         for spec in specs:
-            _recipe_of(spec)
+            recipe_of(spec)
         owners: dict[RefFp8Linear, None] = {}
         resized: list[tuple[RefFp8Linear, str, Tensor]] = []
         flags: dict[int, Tensor] = {}
@@ -257,7 +224,7 @@ class RefManager:
             for owner in self.owners(unit):
                 owners[owner] = None
                 if spec.active:
-                    resized += [(owner, name, before) for name, before in owner.resize(_recipe_of(spec).history_len)]
+                    resized += [(owner, name, before) for name, before in owner.resize(recipe_of(spec).history_len)]
                 if spec.enabled and spec.cache_weights and number not in flags:
                     flags[number] = torch.zeros(1, device=owner.weight.device)
         handle = Capturing(specs, tuple(owners), flags, {owner: owner.cache for owner in owners}, resized)
@@ -315,7 +282,7 @@ class RefManager:
             for owner in chosen:
                 for name, saved in snapshot.tensors[owner].items():
                     tensor = getattr(owner, name)
-                    tensor.copy_(saved if saved.shape == tensor.shape else _with_rows(saved, tensor.shape[0]))
+                    tensor.copy_(saved if saved.shape == tensor.shape else with_rows(saved, tensor.shape[0]))
         self._first_is_free = snapshot.host["first"]
 
     # ----------------------------------------------------------------------------------------------------------- replay
@@ -328,7 +295,7 @@ class RefManager:
         if not captured.active:
             return []
         names = ("kind", "history_len", "forward", "backward")
-        then, now = _recipe_of(captured), _recipe_of(spec)
+        then, now = recipe_of(captured), recipe_of(spec)
         if then.recorded != now.recorded:
             return [
                 f"recipe.{name} was {getattr(then, name)} at capture and is {getattr(now, name)} now"
@@ -446,7 +413,7 @@ class RefFp8Linear(nn.Module):
         if not spec.active:
             return F.linear(x, self.weight, self.bias)
         manager.prepare(self, spec)
-        recipe = _recipe_of(spec)
+        recipe = recipe_of(spec)
         if not spec.enabled:
             self._collect(x, self.weight)
             return F.linear(x, self.weight, self.bias)
@@ -456,7 +423,7 @@ class RefFp8Linear(nn.Module):
 
     def _collect(self, *tensors: Tensor) -> None:
         for column, tensor in enumerate(tensors):
-            _note(self.hist_fwd, column, tensor.detach())
+            note(self.hist_fwd, column, tensor.detach())
 
     def _quantised_weight(self, recipe: RefRecipe, first: bool | None) -> WeightCache:
         flag = self.quantized_state.skip_flag()
@@ -501,7 +468,7 @@ class RefFp8Linear(nn.Module):
             before = getattr(self, name)
             if before.shape[0] != rows:
                 replaced.append((name, before))
-                setattr(self, name, _with_rows(before, rows))
+                setattr(self, name, with_rows(before, rows))
         return replaced
 
     def get_extra_state(self) -> dict[str, Tensor]:
@@ -582,80 +549,3 @@ class _QuantisedLinear(torch.autograd.Function):
 
 def _weight_gradient(x: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return (gradient.t() @ x).to(dtype)
-
-
-def cast(
-    tensor: Tensor,
-    recipe: RefRecipe,
-    dtype: torch.dtype,
-    scales: Tensor,
-    history: Tensor,
-    column: int,
-    *,
-    keep: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(values in `dtype`, 1 / scale). Values are clamped: torch's cast turns what is too large into NaN or infinity, where
-    hardware saturates. `keep`: a bool on the device; where it is true the amax is not noted."""
-    largest = LARGEST[dtype]
-    exact = tensor.float()
-    if recipe.kind == "current":
-        amax = exact.abs().max() if tensor.numel() else exact.new_zeros(())
-        scale = torch.where(amax > 0, largest / amax, torch.ones_like(amax)).clamp(max=torch.finfo(torch.float32).max)
-    else:
-        _note(history, column, tensor, keep)
-        scale = scales[column]
-    return (exact * scale).clamp(-largest, largest).to(dtype), 1.0 / scale
-
-
-def _note(history: Tensor, column: int, tensor: Tensor, keep: Tensor | None = None) -> None:
-    if tensor.numel() == 0:
-        return
-    amax = tensor.float().abs().max()
-    if keep is not None:
-        amax = torch.where(keep, torch.zeros_like(amax), amax)
-    row = history[0]
-    with torch.no_grad():
-        row[column].copy_(torch.maximum(row[column], amax))
-
-
-def _update(bucket: _Bucket, history: Tensor, scale: Tensor, last: Tensor) -> None:
-    """Turn the history by one and make the scale anew, for every column whose amax is not 0: an input that was not cast,
-    or a weight that was taken from the cache, ages nothing."""
-    seen, rows = last != 0, history.shape[0]
-    turned = torch.zeros_like(history)
-    if rows > 1:
-        turned[1:-1].copy_(history[2:])
-        turned[-1].copy_(last)
-    amax = last
-    if bucket.recipe.algo == "max" and rows > 1:
-        amax = torch.maximum(history[1:].amax(0), last)
-    dtype = bucket.recipe.forward if bucket.direction == FORWARD else bucket.recipe.backward
-    wanted = LARGEST[dtype] * 2.0**-bucket.recipe.margin / amax
-    wanted = wanted.clamp(max=torch.finfo(torch.float32).max)
-    usable = seen & torch.isfinite(amax) & (amax > 0)
-    scale.copy_(torch.where(usable, wanted, scale))
-    history.copy_(torch.where(seen, turned, history))
-
-
-def _largest_over(rows: Tensor, group: Any) -> None:
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return
-    if torch.distributed.get_world_size(group) > 1:
-        torch.distributed.all_reduce(rows, op=torch.distributed.ReduceOp.MAX, group=group)
-
-
-def _with_rows(history: Tensor, rows: int) -> Tensor:
-    made = history.new_zeros(rows, *history.shape[1:]) if history.dim() > 1 else history.clone()
-    if history.dim() > 1:
-        kept = min(rows, history.shape[0])
-        made[:kept].copy_(history[:kept])
-    return made
-
-
-def _recipe_of(spec: QuantSpec) -> RefRecipe:
-    if not spec.active and spec.recipe is None:
-        return RefRecipe()
-    recipe = RefRecipe() if spec.recipe is None else spec.recipe
-    if not isinstance(recipe, RefRecipe):
-        raise StateError(f"recipe is a {type(recipe).__name__}: RefFp8Linear takes a graphcap.fp8_reference.RefRecipe")
-    return recipe

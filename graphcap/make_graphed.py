@@ -111,6 +111,7 @@ def _run_stages(
             facts = _warmup.run(plan, backend, parameters, session)
             delayed = all(seen.delayed for sets in facts.units for seen in sets)
             _quantization.refuse_split_backwards(plan, session, delayed)
+            _quantization.refuse_recompute(plan, session, any(seen.delayed for sets in facts.units for seen in sets))
             if not allow_unused:
                 _refuse_unused(facts)
         with ranks.stage("recording"):

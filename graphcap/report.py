@@ -12,6 +12,8 @@ def plan_text(plan: CapturePlan) -> str:
         f"{_counted(plan.graphs, 'graphed part')}, {_counted(len(plan.breaks), 'break')}, {_counted(plan.slots, 'slot')}, "
         f"{_static(plan)}"
     ]
+    if plan.config.recompute is not None and plan.static_bytes:
+        lines[0] += f", {_bytes(plan.recompute_saves)} of activations recomputed instead of kept"
     for number, unit in enumerate(plan.units):
         if len(plan.units) > 1:
             lines.append(f"{unit.title}:")

@@ -417,6 +417,32 @@ def test_gradients_that_never_came() -> None:
     assert bool(twin.linear.weight.grad.isfinite().all())
 
 
+def test_recompute_runs_eager_parts_twice() -> None:
+    log: list[int] = []
+
+    class Logging(Routed):
+        def experts(self, tokens: torch.Tensor) -> torch.Tensor:
+            log.append(1)
+            return super().experts(tokens).sin()
+
+    class Counting(Routed):
+        calls = 0
+
+        def experts(self, tokens: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().experts(tokens).sin()
+
+    graphed = capture(Logging(), recompute="part")
+    log.clear()
+    graphed(rows()).sum().backward()
+    assert len(log) == 2
+    layer = Counting()  # the way out: on a module it is seen, and the part runs once
+    graphed = capture(layer, recompute="part")
+    before = layer.calls
+    graphed(rows()).sum().backward()
+    assert layer.calls == before + 1
+
+
 # ----------------------------------------------------------------------------------------------------------------- loud
 
 
@@ -591,3 +617,29 @@ def test_attributes_that_hold_tensors() -> None:
     twin, graphed = twin_of(buffered), capture(buffered)
     for _ in range(3):
         agrees(graphed, twin, rows())
+
+
+def test_recompute_of_state() -> None:
+    class Normed(Routed):
+        def __init__(self, inside: bool) -> None:
+            super().__init__()
+            self.norm, self.inside = nn.BatchNorm1d(8), inside
+
+        def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().route(self.norm(hidden) if self.inside else hidden)
+
+        def experts(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().experts(tokens if self.inside else self.norm(tokens))
+
+    with pytest.raises(CutError, match="change it twice"):
+        capture(Normed(inside=True), recompute="part")
+    module = Normed(inside=False)  # the way out
+    twin = twin_of(module)
+    graphed = capture(module, recompute="part")
+    agrees(graphed, twin, rows())
+    assert torch.equal(module.norm.running_mean, twin.norm.running_mean)
+    value = graphed(rows())
+    with torch.no_grad():
+        module.front.weight.mul_(2)
+    with pytest.raises(ReplayError, match="changed between its forward and its backward"):
+        value.sum().backward()

@@ -107,6 +107,11 @@ class Backend(ABC):
         inside draw from."""
 
     @abstractmethod
+    def allocated(self, pool: Pool) -> int:
+        """Bytes that tensors born in captures into the pool hold now; only differences mean something (cuda counts whatever
+        else is on the device as well)."""
+
+    @abstractmethod
     def generator_states(self) -> object:
         """A copy of the state of the default generators that operations on this device can draw from."""
 

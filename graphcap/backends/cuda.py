@@ -272,6 +272,9 @@ class CudaBackend(Backend):
         finally:
             outer.wait_stream(side)
 
+    def allocated(self, pool: Pool) -> int:
+        return int(torch.cuda.memory_allocated(self.device))  # private pools included
+
     def generator_states(self) -> object:
         # The CPU's too: Python code of a warm-up may draw from it.
         return (torch.default_generator.get_state(), torch.cuda.get_rng_state(self.device))

@@ -114,6 +114,11 @@ class TapePool(Pool):
             for memory in self._born():
                 memory.poison()
 
+    def allocated(self) -> int:
+        with private.neutral_dispatch():
+            lone = private.lone_storage_holders()
+            return sum(memory.bytes.numel() for memory in self._born() if not memory.is_dead(lone))
+
     def dead(self) -> list[Memory]:
         """Memory of earlier captures that nobody but the tape refers to now."""
         with private.neutral_dispatch():
@@ -203,6 +208,10 @@ class TapeBackend(Backend):
                 gate.refused = failure = None
         graph.close(recorder)
         pool.add(graph)
+
+    def allocated(self, pool: Pool) -> int:
+        assert isinstance(pool, TapePool)
+        return pool.allocated()
 
     def generator_states(self) -> object:
         return torch.default_generator.get_state()

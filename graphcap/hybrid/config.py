@@ -13,12 +13,14 @@ from graphcap.hybrid.pattern import Pattern
 
 Attention = Literal["math", "sdpa"]
 ExpertGemm = Literal["loop", "grouped"]
+Recompute = Literal["none", "norm", "layer"]
 
 _COUNTS: Final = (
     *("vocab", "hidden", "heads", "kv_heads", "head_dim", "ffn", "experts", "top_k", "expert_ffn"),
     *("mamba_heads", "mamba_head_dim", "mamba_state", "mamba_groups", "mamba_conv", "mamba_chunk", "max_sequence"),
 )
 _POSITIVE: Final = ("rope_base", "norm_eps", "init_std")
+_COEFFICIENTS: Final = ("aux_loss", "z_loss", "mtp_loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +38,15 @@ class HybridConfig:
     tie_embeddings: the output layer uses the embedding's weight.
     attention: "math" is plain matrix products and a softmax, which repeat themselves bit for bit; "sdpa" is
     `scaled_dot_product_attention` with whatever kernel torch picks.
+    shared_ffn: inner width of the SwiGLU that every token visits beside its experts; 0: there is none.
+    recompute: "none"; "layer" keeps of every layer only its input and computes the rest again in the backward;
+    "norm" does so for the norm in front of the experts alone, whose output is freed once they have run (a graph can't
+    hold either, so these layers, or this norm and what reads it, are eager parts).
     expert_gemm: "loop" runs one expert after the other on as many rows as it got, counts read on the host; "grouped" runs
     all experts in two `torch.nn.functional.grouped_mm`, counts read on the device (bfloat16, widths in multiples of 8).
+    aux_loss, z_loss: coefficients of the routers' load-balancing loss and z loss, which train in training mode without
+    being part of the output's loss; router_statistics: count the rows per expert. mtp_loss: coefficient of the mean over
+    the MTP depths' losses. What they come to stands in the model's `LayerTracker`.
     dtype: of weights and activations; the router, A_log, D, dt_bias and the scan stay in float32 (float64 in float64).
     init_std: standard deviation of the weights; projections into the residual get init_std / sqrt(number of layers).
     """
@@ -52,6 +61,8 @@ class HybridConfig:
     experts: int = 4
     top_k: int = 2
     expert_ffn: int = 32
+    shared_ffn: int = 0
+    recompute: Recompute = "none"
     mamba_heads: int = 8
     mamba_head_dim: int = 8
     mamba_state: int = 16
@@ -64,6 +75,10 @@ class HybridConfig:
     tie_embeddings: bool = False
     attention: Attention = "math"
     expert_gemm: ExpertGemm = "loop"
+    aux_loss: float = 0.0
+    z_loss: float = 0.0
+    router_statistics: bool = False
+    mtp_loss: float = 0.1
     dtype: torch.dtype = torch.float32
     init_std: float = 0.02
 
@@ -75,9 +90,16 @@ class HybridConfig:
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             self._check(name, "a finite number above 0", number and 0 < value < float("inf"))
+        for name in _COEFFICIENTS:
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            self._check(name, "a finite number, 0 or above", number and 0 <= value < float("inf"))
+        self._check("router_statistics", "True or False", isinstance(self.router_statistics, bool))
         floats = (torch.bfloat16, torch.float32, torch.float64)
         self._check("dtype", "torch.bfloat16, torch.float32 or torch.float64", self.dtype in floats)
         self._check("attention", "'math' or 'sdpa'", self.attention in ("math", "sdpa"))
+        self._check("shared_ffn", "a whole number of at least 0", type(self.shared_ffn) is int and self.shared_ffn >= 0)
+        self._check("recompute", "'none', 'norm' or 'layer'", self.recompute in ("none", "norm", "layer"))
         self._check("expert_gemm", "'loop' or 'grouped'", self.expert_gemm in ("loop", "grouped"))
         if self.expert_gemm == "grouped":  # rows of 16 bytes, as CUTLASS wants them
             self._check("dtype", "torch.bfloat16 with expert_gemm='grouped'", self.dtype is torch.bfloat16)

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphcap.hybrid.config import HybridConfig
-from graphcap.partial_layer import GRAPHED, Part, PartialLayer
+from graphcap.hybrid.recompute import checkpointed
+from graphcap.hybrid.wgrad import DelayedLinear
+from graphcap.partial_layer import EAGER, GRAPHED, Part, PartialLayer
 
 
 class HybridLayer(PartialLayer):
@@ -32,9 +34,41 @@ class HybridLayer(PartialLayer):
         self.layer_number = layer_number
         self.logical_index = logical_index
         self.norm = RMSNorm(config.hidden, config)
+        self.delayed = False  # weight gradients wait for backward_dw; see wgrad.py
 
     def parts(self) -> Sequence[Part]:
-        return (GRAPHED("whole", "hidden -> hidden"),)
+        if self.config.recompute == "layer":
+            return (EAGER("recomputed", "hidden -> hidden", reason="computed again in the backward"),)
+        return self.plain_parts()
+
+    def plain_parts(self) -> Sequence[Part]:
+        """The parts without recomputation of the whole layer."""
+        return (self.static("whole", "hidden -> hidden"),)
+
+    def static(self, method: str, signature: str) -> Part:
+        """A part whose shapes are static: graphed, unless its weight gradients are delayed. Those wait in a queue on the
+        host, which a graph would not fill at replay; a graph's own W step delays them."""
+        kind, reason = (EAGER, "weight gradients are delayed") if self.delayed else (GRAPHED, None)
+        return kind(method, signature, reason=reason)
+
+    def recomputed(self, hidden: Tensor) -> Tensor:
+        """The layer, of which the backward keeps the input alone."""
+        return checkpointed(self.straight, hidden)
+
+    def straight(self, hidden: Tensor) -> Tensor:
+        """The layer from input to output, part after part, without recomputation of the whole."""
+        return self.whole(hidden)
+
+    def need_backward_dw(self) -> bool:
+        """False: `backward_dw` passes the call on to modules below, and has no work of its own."""
+        return False
+
+    def backward_dw(self) -> None:
+        """The delayed weight gradients of one backward: of the linear layers, oldest first. Nothing to do where weight
+        gradients are not delayed (`delayed_wgrad`); StateError where they are and none is outstanding."""
+        for module in self.modules():
+            if isinstance(module, DelayedLinear):
+                module.backward_dw()
 
     def whole(self, hidden: Tensor) -> Tensor:
         """The layer with its norm and residual, for a layer that no data-dependent shape breaks."""
@@ -59,7 +93,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size, dtype=config.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        exact = x.to(self.exact_dtype)
+        # A node of its own also where nothing is converted: the two gradients of x are added to each other first, and
+        # then to the residual's, whether the norm is a part of a larger graph, recomputed, or a slot of a schedule.
+        exact = x.view_as(x) if x.dtype == self.exact_dtype else x.to(self.exact_dtype)
         scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
         return (exact * scale * self.weight.to(self.exact_dtype)).to(x.dtype)
 
@@ -77,6 +113,15 @@ class SwiGLU(nn.Module):
         out: Tensor = self.down(F.silu(gate) * up)
         return out
 
+    def need_backward_dw(self) -> bool:
+        """False: `backward_dw` passes the call on to modules below, and has no work of its own."""
+        return False
+
+    def backward_dw(self) -> None:
+        """The delayed weight gradients of one backward."""
+        self.down.backward_dw()
+        self.gate_up.backward_dw()
+
 
 class MLPLayer(HybridLayer):
     """`-`: a dense SwiGLU. One graphed part."""
@@ -92,12 +137,9 @@ class MLPLayer(HybridLayer):
         return out
 
 
-def linear(inputs: int, outputs: int, config: HybridConfig, *, std: float | None = None) -> nn.Linear:
+def linear(inputs: int, outputs: int, config: HybridConfig, *, std: float | None = None) -> DelayedLinear:
     """A linear layer without bias, its weight normal with `std` (default: config.init_std)."""
-    # On meta first: nn.Linear's own initialisation would draw random numbers only to be overwritten.
-    made = nn.Linear(inputs, outputs, bias=False, device="meta")
-    made.weight = normal((outputs, inputs), config, std=std)
-    return made
+    return DelayedLinear(inputs, outputs, normal((outputs, inputs), config, std=std))
 
 
 def normal(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -12,11 +13,14 @@ from graphcap.errors import PatternError, PlanError
 from graphcap.hybrid.config import HybridConfig
 from graphcap.hybrid.grammar import pattern_error
 from graphcap.hybrid.layers import HybridLayer, RMSNorm, linear, normal
+from graphcap.hybrid.moe import MoELayer
+from graphcap.hybrid.mtp import IGNORED_LABEL, MTPBlock, depth_targets, mean_cross_entropy, roll_left
 from graphcap.hybrid.stack import LayerGroup, build_layers
+from graphcap.hybrid.tracker import MTP_LOSS, LayerTracker, attach_loss
 from graphcap.partial_layer import GRAPHED, Part, PartialLayer, nested
 
-IGNORED_LABEL = -100
-"""Tokens with this label do not count in the loss."""
+OutputProcessor = Callable[..., Any]
+"""Called in place of the output layer; see `HybridChunk.postprocess`."""
 
 
 class HybridOutput(NamedTuple):
@@ -60,8 +64,12 @@ class HybridChunk(PartialLayer):
     """A run of logical layers, with the embedding in front if it is the first chunk and the head behind if the last.
 
     Takes `tokens` (int64 [batch, sequence]) if first, else `hidden`; gives `hidden` ([batch, sequence, hidden]) or, if
-    last, a HybridOutput; the last one also takes `labels` (int64 [batch, sequence], already shifted: the token that
-    comes next; -100 does not count), which may be left out. Parameters have the names they have in the whole model.
+    last, a HybridOutput. The last one also takes, all of which may be left out:
+    labels: int64 [batch, sequence], already shifted: the token that comes next; -100 does not count;
+    loss_mask: bool [batch, sequence], False does not count either;
+    tokens: as the first chunk got them, if there are MTP layers and it is not the first chunk itself;
+    output_processor, output_processor_context: see `postprocess`.
+    Parameters have the names they have in the whole model.
     """
 
     def __init__(
@@ -72,22 +80,52 @@ class HybridChunk(PartialLayer):
         embedding: nn.Embedding | None,
         final_norm: RMSNorm | None,
         output_layer: nn.Linear | None,
+        mtp: MTPBlock | None = None,
+        tracker: LayerTracker | None = None,
+        first: bool | None = None,
     ) -> None:
+        """first: whether the chunk starts with the embedding; None: if it has one. MTP layers need one as well."""
         super().__init__()
+        first = embedding is not None if first is None else first
         self.config = config
+        self.tracker = tracker
         self.embedding = embedding
         self.decoder = Decoder(layers, final_norm)
+        self.mtp = mtp
         self.output_layer = output_layer
         parts = [nested(f"decoder.layers.{index}", "hidden -> hidden") for index in layers]
         self.inputs = self.outputs = "hidden"
-        if embedding is not None:
+        if first:
             self.inputs = "tokens"
             parts.insert(0, GRAPHED("embed", "tokens -> hidden"))
         if output_layer is not None:
-            self.inputs += ", labels=None"
+            self.inputs += ", labels=None, loss_mask=None"
+            self.inputs += ", tokens=None" if mtp is not None and not first else ""
+            self.inputs += ", output_processor=None, output_processor_context=None"
             self.outputs = "output"
-            parts.append(GRAPHED("head", "hidden, labels -> output"))
+            parts += self._ending()
         self._parts = tuple(parts)
+
+    def _ending(self) -> list[Part]:
+        """What comes behind the decoder's layers. The final norm runs once: in "head", or if there are MTP layers, which
+        read normed states, in front of them; that the decoder may be empty changes nothing."""
+        given = "labels, loss_mask, {}output_processor, output_processor_context -> output"
+        if self.mtp is None:
+            return [GRAPHED("head", "hidden, " + given.format(""))]
+        depths = range(1, len(self.mtp.layers) + 1)
+        ahead = ", ".join(f"embedded_{depth}" for depth in depths)
+        pieces = ", ".join(f"hidden_{depth}" for depth in (0, *depths))
+        steps = [
+            nested(f"mtp.layers.{depth - 1}", f"hidden_{depth - 1}, embedded_{depth} -> hidden_{depth}")
+            for depth in depths
+        ]
+        return [
+            GRAPHED("normed", "hidden -> hidden_0"),
+            GRAPHED("embed_ahead", f"tokens -> {ahead}"),
+            *steps,
+            GRAPHED("join", f"{pieces} -> hidden"),
+            GRAPHED("mtp_head", "hidden, " + given.format("tokens, ")),
+        ]
 
     def parts(self) -> Sequence[Part]:
         return self._parts
@@ -98,34 +136,155 @@ class HybridChunk(PartialLayer):
         hidden: Tensor = self.embedding(tokens)
         return hidden
 
-    def head(self, hidden: Tensor, labels: Tensor | None) -> HybridOutput:
-        """Final norm, output layer and, with labels, the mean cross entropy over the tokens that count, in float32."""
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The final norm."""
         assert self.decoder.final_norm is not None
+        out: Tensor = self.decoder.final_norm(hidden)
+        return out
+
+    def embed_ahead(self, tokens: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+        """The embeddings of the tokens 1, 2, ... places ahead, one per MTP depth; token 0 behind the end."""
+        assert self.mtp is not None
+        if tokens is None:
+            raise PlanError("the last chunk of a model with MTP layers needs tokens=..., the ids that the first one got")
+        made = tuple(self.embed(roll_left(tokens, depth.depth, 0)) for depth in self.mtp.depths())
+        return made if len(made) > 1 else made[0]
+
+    def join(self, *pieces: Tensor) -> Tensor:
+        """The decoder's normed states and those of every MTP depth, one after the other along the sequence."""
+        return torch.cat(pieces, dim=1)
+
+    def head(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        output_processor: OutputProcessor | None = None,
+        output_processor_context: Any = None,
+    ) -> Any:
+        """The end of a model without MTP layers, final norm included."""
+        if self.mtp is not None:
+            raise PlanError("head() of a model with MTP layers would leave them out: they end in normed ... mtp_head")
+        return self.postprocess(
+            self.normed(hidden),
+            chunks=1,
+            labels=labels,
+            loss_mask=loss_mask,
+            output_processor=output_processor,
+            output_processor_context=output_processor_context,
+        )
+
+    def mtp_head(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None,
+        loss_mask: Tensor | None,
+        tokens: Tensor | None,
+        output_processor: OutputProcessor | None,
+        output_processor_context: Any,
+    ) -> Any:
+        """The end of a model whose MTP layers have run."""
+        assert self.mtp is not None
+        return self.postprocess(
+            hidden,
+            chunks=1 + len(self.mtp.layers),
+            labels=labels,
+            loss_mask=loss_mask,
+            tokens=tokens,
+            output_processor=output_processor,
+            output_processor_context=output_processor_context,
+        )
+
+    def postprocess(
+        self,
+        hidden: Tensor,
+        *,
+        chunks: int,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        tokens: Tensor | None = None,
+        output_processor: OutputProcessor | None = None,
+        output_processor_context: Any = None,
+    ) -> Any:
+        """MTP losses, output layer and, with labels, the mean cross entropy over the tokens that count, in float32.
+
+        hidden: [batch, chunks * sequence, hidden], normed. chunks: 1, or 1 + the MTP depths if those have run: said by
+        the caller, since it can't be told from the shape, nor from the model (inference skips its MTP layers).
+        output_processor: gets the decoder's states, with the MTP losses attached, instead of the output layer, and what
+        it returns is the output. It is called with the keywords hidden_states, output_layer, output_weight, labels,
+        loss_mask, input_ids, context (the `output_processor_context`), compute_language_model_loss, scale_logits and
+        config. In a captured model it is recorded as the rest is, and belongs to the arguments that may not change.
+        """
+        if chunks > 1:
+            hidden = self._attach_mtp_losses(hidden, chunks, labels, loss_mask, tokens)
         assert self.output_layer is not None
-        logits = self.output_layer(self.decoder.final_norm(hidden))
+        if output_processor is not None:
+            return output_processor(
+                hidden_states=hidden,
+                output_layer=self.output_layer,
+                output_weight=self.output_layer.weight,
+                labels=labels,
+                loss_mask=loss_mask,
+                input_ids=tokens,
+                context=output_processor_context,
+                compute_language_model_loss=self.language_model_loss,
+                scale_logits=_as_they_are,
+                config=self.config,
+            )
+        logits = self.output_layer(hidden)
         if labels is None:
             return HybridOutput(None, logits)
+        if loss_mask is not None:
+            labels = labels.masked_fill(~loss_mask, IGNORED_LABEL)
+        return HybridOutput(self.language_model_loss(labels, logits), logits)
+
+    def language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Mean cross entropy over the tokens whose label is not -100, in at least float32."""
         exact = logits.to(self.config.exact_dtype).flatten(0, -2)
-        return HybridOutput(F.cross_entropy(exact, labels.flatten(), ignore_index=IGNORED_LABEL), logits)
+        return F.cross_entropy(exact, labels.flatten(), ignore_index=IGNORED_LABEL)
+
+    def _attach_mtp_losses(
+        self, hidden: Tensor, chunks: int, labels: Tensor | None, loss_mask: Tensor | None, tokens: Tensor | None
+    ) -> Tensor:
+        """The decoder's share of `hidden`; in training mode with the loss of every depth attached and tracked."""
+        if hidden.shape[1] % chunks:
+            raise PlanError(f"hidden has {hidden.shape[1]} tokens, which are no {chunks} chunks of one length")
+        decoded, *ahead = hidden.chunk(chunks, dim=1)
+        if not self.training:
+            return decoded
+        assert self.output_layer is not None
+        for depth, piece in enumerate(ahead, start=1):
+            targets = depth_targets(depth, labels, loss_mask, tokens)
+            loss = mean_cross_entropy(self.output_layer(piece), targets, self.config.exact_dtype)
+            scale = None if self.tracker is None else self.tracker.loss_scale
+            decoded = attach_loss(decoded, self.config.mtp_loss / len(ahead) * loss, scale)
+            if self.tracker is not None:
+                self.tracker.record(MTP_LOSS, self.tracker.slot(0, depth), loss)
+        return decoded
 
     def physical_layers(self) -> Iterator[HybridLayer]:
-        """The layers in order, groups opened."""
+        """The layers of the main stack in order, groups opened."""
         return (layer for layer in self.decoder.modules() if isinstance(layer, HybridLayer))
+
+
+def _as_they_are(logits: Tensor) -> Tensor:
+    """This family does not scale its logits."""
+    return logits
 
 
 class HybridModel(HybridChunk):
     """A hybrid Mamba-2 / attention / MLP / MoE language model: embedding, the layers of `config.pattern`, RMSNorm,
-    output layer. `model(tokens, labels=None)` gives a HybridOutput; see `HybridChunk` for shapes.
+    output layer. `model(tokens, labels=None)` gives a HybridOutput; see `HybridChunk` for shapes. `model.tracker`
+    gathers what routers and MTP layers report.
 
-    Weights are random, drawn in the order of the layers: after the same `torch.manual_seed`, a pattern with and without
-    brackets gives the same weights. Built on the default device (`with torch.device("cuda"):`).
+    Weights are random, drawn in the order of the layers, MTP last: after the same `torch.manual_seed`, a pattern with
+    and without brackets gives the same weights. Built on the default device (`with torch.device("cuda"):`).
     """
+
+    tracker: LayerTracker
 
     def __init__(self, config: HybridConfig) -> None:
         pattern = config.layers
-        if pattern.mtp:
-            why = "MTP layers are not built yet: expected a pattern without '/'"
-            raise pattern_error(pattern.text, pattern.text.index("/"), why)
         embedding = nn.Embedding(config.vocab, config.hidden, device="meta")
         embedding.weight = normal((config.vocab, config.hidden), config)
         layers = dict(enumerate(build_layers(pattern.items, config)))
@@ -138,7 +297,18 @@ class HybridModel(HybridChunk):
             embedding=embedding,
             final_norm=RMSNorm(config.hidden, config),
             output_layer=output_layer,
+            mtp=MTPBlock(config) if pattern.mtp else None,
+            tracker=LayerTracker.of(config),
         )
+        for layer in self.physical_layers():
+            self._track(layer, None)
+        for depth in self.mtp.depths() if self.mtp is not None else ():
+            for layer in depth.physical_layers():
+                self._track(layer, depth.depth)
+
+    def _track(self, layer: HybridLayer, mtp_depth: int | None) -> None:
+        if isinstance(layer, MoELayer):
+            layer.tracker, layer.slot = self.tracker, self.tracker.slot(layer.layer_number, mtp_depth)
 
     def chunks(self, n: int | None = None) -> tuple[HybridChunk, ...]:
         """This model in `n` pieces that share its modules: called one after the other they compute what it computes.
@@ -164,9 +334,12 @@ class HybridModel(HybridChunk):
         return HybridChunk(
             self.config,
             layers,
-            embedding=self.embedding if first else None,
+            embedding=self.embedding if first or (last and self.mtp is not None) else None,
             final_norm=self.decoder.final_norm if last else None,
             output_layer=self.output_layer if last else None,
+            mtp=self.mtp if last else None,
+            tracker=self.tracker,
+            first=first,
         )
 
     def _refused(self, n: int | None, why: str) -> PatternError:

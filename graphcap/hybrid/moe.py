@@ -2,83 +2,294 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from graphcap.errors import PlanError
 from graphcap.hybrid.config import HybridConfig
+from graphcap.hybrid.expert_parallel import ALONE, ExpertParallel, Layout, agree, send, send_back
 from graphcap.hybrid.layers import HybridLayer, SwiGLU, normal
-from graphcap.partial_layer import EAGER, GRAPHED, Part
+from graphcap.hybrid.recompute import DiscardedOutput, is_recomputing
+from graphcap.hybrid.tracker import LayerTracker, attach_loss, router_losses
+from graphcap.hybrid.wgrad import WgradQueue, grouped_product, set_delayed
+from graphcap.partial_layer import EAGER, Part
 
-Routed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Routed = tuple[Tensor, Tensor]
+Sorted = tuple[Tensor, Tensor, Tensor, Tensor]
+
+_REASON = "rows per expert depend on the data"
 
 
 class MoELayer(HybridLayer):
     """Each token visits the `top_k` of `experts` SwiGLUs that a float32 router gives the highest probability; their
     results are added, weighted by those probabilities, renormalised to sum 1 (with top_k=1 the probability as it is, as
-    in Fedus et al. 2021, "Switch transformers"). No token is dropped.
+    in Fedus et al. 2021, "Switch transformers"). No token is dropped. With `shared_ffn`, one more SwiGLU serves every
+    token, unweighted.
 
-    Three parts: "route" (norm, router, rows sorted by expert) and "combine" (back in token order, weighted sum,
-    residual) have static shapes, tokens * top_k rows in all, and are graphed. "experts" is eager: how many rows an
-    expert gets is known from the data alone. An expert without rows is not run: the gradients of its weights stay None.
+    A schedule runs it by its callables: `normalise`, `shared`, `route`, `preprocess` | `dispatch` | `experts` |
+    `collect`, `combine`. Called as a layer: the first four and `combine` have static shapes, tokens * top_k rows in all,
+    and are graphed; `exchange` (dispatch, experts, collect) is eager: how many rows an expert gets is known from the
+    data alone. An expert without rows is not run: the gradients of its weights stay None.
+
+    `parallel` says which experts live on this rank: see `shard_experts`.
+
+    In training mode the router's losses (see `HybridConfig`) hang on its weights, and `tracker`, if there is one, adds up
+    what they were at `slot`.
     """
 
     symbol = "E"
 
     def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0) -> None:
         super().__init__(config, layer_number, logical_index)
+        self.parallel = ALONE
+        self.tracker: LayerTracker | None = None
+        self.slot = layer_number - 1
         self.router_weight = normal((config.experts, config.hidden), config, dtype=config.exact_dtype)
         if config.expert_gemm == "grouped":
             self.grouped = GroupedSwiGLU(config.experts, config.expert_ffn, config)
         else:
-            self.expert_mlps = nn.ModuleList(SwiGLU(config.expert_ffn, config) for _ in range(config.experts))
+            self.expert_mlps = ExpertMLPs({i: SwiGLU(config.expert_ffn, config) for i in range(config.experts)})
+        self.shared_mlp = SwiGLU(config.shared_ffn, config) if config.shared_ffn else None
+        self.outstanding = WgradQueue(f"the experts of layer {layer_number}")
+        self._discarded: DiscardedOutput | None = None
 
-    def parts(self) -> Sequence[Part]:
+    def plain_parts(self) -> Sequence[Part]:
+        front = self._discarding if self.config.recompute == "norm" else self.static
+        shared = (front("shared", "normed -> shared"),) if self.shared_mlp is not None else ()
+        added = ", shared" if shared else ""
         return (
-            GRAPHED("route", "hidden -> rows, counts, weights, order, inverse"),
-            EAGER("experts", "rows, counts -> routed", reason="rows per expert depend on the data"),
-            GRAPHED("combine", "routed, weights, order, inverse, hidden -> hidden"),
+            front("normalise", "hidden -> normed"),
+            *shared,
+            front("route", "normed -> weights, chosen"),
+            front("preprocess", "normed, chosen -> rows, counts, order, inverse"),
+            EAGER("exchange", "rows, counts -> routed", reason=_REASON),
+            self.static("combine", f"routed, weights, order, inverse, hidden{added} -> hidden"),
         )
 
-    def route(self, hidden: Tensor) -> Routed:
-        """hidden: [batch, sequence, hidden]. With T = batch * sequence tokens and k = top_k, returns
+    @staticmethod
+    def _discarding(method: str, signature: str) -> Part:
+        return EAGER(method, signature, reason="the norm's output is discarded and computed again")
 
-        rows: [T * k, hidden], normed tokens, sorted by expert, within an expert by token;
-        counts: int64 [experts], rows per expert; weights: [T, k] in at least float32;
-        order, inverse: int64 [T * k]; row r is choice `order[r]` of all T * k, choice i is row `inverse[i]`.
-        """
+    def straight(self, hidden: Tensor) -> Tensor:
+        rows, counts, *kept = self.before_dispatch(hidden)
+        return self.combine(self.exchange(rows, counts), *kept)
+
+    # ------------------------------------------------------------------------------------------ before the rows travel
+
+    def before_dispatch(self, hidden: Tensor, router_weight: Tensor | None = None) -> tuple[Tensor, ...]:
+        """`normalise`, `shared`, `route`, `preprocess`: rows, counts, weights, order, inverse, hidden and, if there is
+        a shared expert, its result. router_weight: this layer's own, by a caller that holds it itself, as a captured
+        slot of a schedule does (a graph reads a parameter from the captured module)."""
+        normed = self.normalise(hidden)
+        shared = () if self.shared_mlp is None else (self.shared(normed),)
+        weights, chosen = self.route(normed, router_weight)
+        rows, counts, order, inverse = self.preprocess(normed, chosen)
+        return (rows, counts, weights, order, inverse, hidden, *shared)
+
+    def normalise(self, hidden: Tensor) -> Tensor:
+        """hidden: [batch, sequence, hidden] -> [tokens, hidden], read by all that follows."""
+        self._discarded = None
+        if self.config.recompute == "norm" and torch.is_grad_enabled():
+            self._discarded = DiscardedOutput(self.norm, (self.norm.weight,))
+            return self._discarded(hidden).flatten(0, 1)
+        normed: Tensor = self.norm(hidden)
+        return normed.flatten(0, 1)
+
+    def shared(self, normed: Tensor) -> Tensor:
+        """What every token gets: [tokens, hidden]."""
+        assert self.shared_mlp is not None
+        out: Tensor = self.shared_mlp(normed)
+        return out
+
+    def route(self, normed: Tensor, router_weight: Tensor | None = None) -> Routed:
+        """The router: weights [tokens, top_k], in at least float32, and chosen, int64 [tokens, top_k]."""
         config = self.config
-        tokens = self.norm(hidden).flatten(0, 1)
-        probs = torch.softmax(F.linear(tokens.to(config.exact_dtype), self.router_weight), dim=-1)
+        router_weight = self.router_weight if router_weight is None else router_weight
+        logits = F.linear(normed.to(config.exact_dtype), router_weight)
+        probs = torch.softmax(logits, dim=-1)
         # Only the choice is taken from topk: the backward of its values is a scatter, that of the product below is not.
         chosen = probs.detach().topk(config.top_k, dim=-1).indices
-        visits = chosen.unsqueeze(-1) == torch.arange(config.experts, device=hidden.device)  # [T, k, experts]
-        picked = (probs.unsqueeze(1) * visits).sum(-1)
+        picked = (probs.unsqueeze(1) * self._visits(chosen)).sum(-1)
         # One choice renormalised would always weigh 1, and the router would get no gradient.
         weights = picked / picked.sum(-1, keepdim=True) if config.top_k > 1 else picked
+        return (self._track(logits, probs, chosen, weights) if self.training else weights), chosen
+
+    def _track(self, logits: Tensor, probs: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """`weights` with the router's losses attached; values and counts go to the tracker. All on the device."""
+        counts = self._visits(chosen).sum((0, 1))
+        tracker = None if is_recomputing() else self.tracker  # what was counted is not counted again
+        for metric, coefficient, loss in router_losses(self.config, logits, probs, counts):
+            scale = None if self.tracker is None else self.tracker.loss_scale
+            weights = attach_loss(weights, coefficient * loss, scale)
+            if tracker is not None:
+                tracker.record(metric, self.slot, loss)
+        if tracker is not None and self.config.router_statistics:
+            tracker.record_rows(self.slot, counts)
+        return weights
+
+    def preprocess(self, normed: Tensor, chosen: Tensor) -> Sorted:
+        """With T tokens and k = top_k, returns
+
+        rows: [T * k, hidden], normed tokens, sorted by expert, within an expert by token;
+        counts: int64 [experts], rows per expert;
+        order, inverse: int64 [T * k]; row r is choice `order[r]` of all T * k, choice i is row `inverse[i]`.
+        """
         order = torch.argsort(chosen.flatten(), stable=True)
         inverse = torch.argsort(order)
-        rows = permute_rows(tokens, order, inverse, config.top_k)
-        return rows, visits.sum((0, 1)), weights, order, inverse
+        rows = permute_rows(normed, order, inverse, self.config.top_k)
+        return rows, self._visits(chosen).sum((0, 1)), order, inverse
 
-    def experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Each expert on its rows, [T * k, hidden] to the same. The loop reads `counts` on the host."""
+    def _visits(self, chosen: Tensor) -> Tensor:
+        """bool [tokens, top_k, experts]."""
+        return chosen.unsqueeze(-1) == torch.arange(self.config.experts, device=chosen.device)
+
+    # ---------------------------------------------------------------------------------------- where shapes depend on data
+
+    def exchange(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """To the experts and back: [T * k, hidden] to the same, rows in the order of `preprocess`."""
+        received, layout = self.dispatch(rows, counts)
+        return self.collect(self.experts(received, layout), layout)
+
+    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Layout]:
+        """Rows to the ranks of their experts: received [R, hidden], by rank that sent them, then by expert."""
+        layout = agree(counts, self.parallel)
+        return send(rows, layout), layout
+
+    def experts(self, received: Tensor, layout: Layout) -> Tensor:
+        """Each expert of this rank on its rows: [R, hidden] to the same, in the same order."""
+        made = self._computed(received, layout)
+        if self._discarded is not None:
+            self._discarded.discard(made)
+            self._discarded = None
+        return made
+
+    def _computed(self, received: Tensor, layout: Layout) -> Tensor:
+        if layout.per_expert is None:
+            counts = layout.counts[0]
+            per_expert = None if self.config.expert_gemm == "grouped" else counts.tolist()
+            return self._by_expert(received, counts, per_expert)
+        ranks, experts = layout.counts.shape
+        if experts == 1 or layout.rows == 0:
+            return self._by_expert(received, layout.counts.sum(0), layout.per_expert)
+        numbers = torch.arange(experts, device=received.device).repeat(ranks)
+        numbers = numbers.repeat_interleave(layout.counts.flatten(), output_size=layout.rows)
+        order = torch.argsort(numbers, stable=True)
+        inverse = torch.argsort(order)
+        made = self._by_expert(permute_rows(received, order, inverse, 1), layout.counts.sum(0), layout.per_expert)
+        return permute_rows(made, inverse, order, 1)
+
+    def _by_expert(self, rows: Tensor, counts: Tensor, per_expert: Sequence[int] | None) -> Tensor:
+        """Rows sorted by expert; counts per expert of this rank, on the device and (for the loop) on the host."""
         if self.config.expert_gemm == "grouped":
             done: Tensor = self.grouped(rows, counts)
-            return done
-        pieces = torch.split(rows, counts.tolist())
-        made = [mlp(piece) for mlp, piece in zip(self.expert_mlps, pieces, strict=True) if piece.shape[0]]
-        return torch.cat(made) if made else rows
+            return self._noting(done, (self.grouped,))
+        assert per_expert is not None
+        pieces = torch.split(rows, list(per_expert))
+        ran = [(mlp, piece) for mlp, piece in zip(self.expert_mlps, pieces, strict=True) if piece.shape[0]]
+        made = torch.cat([mlp(piece) for mlp, piece in ran]) if ran else rows
+        return self._noting(made, tuple(mlp for mlp, _ in ran))
 
-    def combine(self, routed: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, hidden: Tensor) -> Tensor:
-        """The weighted sum of each token's `top_k` results, added to `hidden`."""
+    def collect(self, made: Tensor, layout: Layout) -> Tensor:
+        """Results back to the ranks that sent the rows: the inverse of `dispatch`."""
+        return send_back(made, layout)
+
+    # ------------------------------------------------------------------------------------------------------ afterwards
+
+    def combine(
+        self,
+        routed: Tensor,
+        weights: Tensor,
+        order: Tensor,
+        inverse: Tensor,
+        hidden: Tensor,
+        shared: Tensor | None = None,
+    ) -> Tensor:
+        """The weighted sum of each token's `top_k` results, and the shared expert's, added to `hidden`."""
         choices = permute_rows(routed, inverse, order, 1).view(*weights.shape, routed.shape[-1])
         # sum over the axis k of a dense tensor: the same order in every run, where index_add would use atomics.
-        mixed = (choices.to(weights.dtype) * weights.unsqueeze(-1)).sum(1)
-        return hidden + mixed.to(hidden.dtype).view_as(hidden)
+        mixed = (choices.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+        if shared is not None:
+            mixed = mixed + shared
+        return hidden + mixed.view_as(hidden)
+
+    # ------------------------------------------------------------------------------------------ delayed weight gradients
+
+    def _noting(self, made: Tensor, ran: tuple[SwiGLU | GroupedSwiGLU, ...]) -> Tensor:
+        """Delayed: the backward notes which experts had rows, for `experts_backward_dw`."""
+        if self.delayed and made.requires_grad:
+
+            def compute() -> None:
+                for mlp in reversed(ran):
+                    mlp.backward_dw()
+
+            made.register_hook(lambda _: self.outstanding.push(compute))  # type: ignore[no-untyped-call]
+        return made
+
+    def delay_experts(self, delayed: bool) -> None:
+        """Delay the routed experts' weight gradients, or don't; those of the shared expert stay as they are."""
+        set_delayed(self.grouped if self.config.expert_gemm == "grouped" else self.expert_mlps, delayed)
+        self.delayed = delayed
+
+    def backward_dw(self) -> None:
+        """The delayed weight gradients of one backward: routed experts, then shared."""
+        self.experts_backward_dw()
+        self.shared_backward_dw()
+
+    def experts_backward_dw(self) -> None:
+        """Of the routed experts that had rows: after the backward of `experts`."""
+        if self.delayed:
+            self.outstanding.run_next()
+
+    def shared_backward_dw(self) -> None:
+        """Of the shared expert: after the backward of what comes before dispatch, where its input gradient is computed."""
+        if self.shared_mlp is not None:
+            self.shared_mlp.backward_dw()
+
+
+class ExpertMLPs(nn.Module):
+    """Experts by their number in the whole layer, so that names are the same however many ranks share them. Iterates
+    over the experts of this rank."""
+
+    def __init__(self, experts: Mapping[int, SwiGLU]) -> None:
+        super().__init__()
+        for number, expert in experts.items():
+            self.add_module(str(number), expert)
+
+    def __iter__(self) -> Iterator[SwiGLU]:
+        return (expert for expert in self._modules.values() if isinstance(expert, SwiGLU))
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def keep(self, numbers: range) -> None:
+        """Drop the experts that live on other ranks."""
+        for name in [name for name in self._modules if int(name) not in numbers]:
+            del self._modules[name]
+
+
+def shard_experts(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Keep, in every MoE layer of `model`, the experts of this rank of `group` (default: the default process group; one
+    rank if there is none). `experts / ranks` neighbours each; PlanError if that does not divide. Names stay those of the
+    whole model: `expert_mlps.<number in the layer>`; the stacked weights of expert_gemm="grouped" become this rank's
+    slice. All ranks must have built the model from the same seed. Gradients of the experts are those of the rows of all
+    ranks; all other gradients are this rank's alone. Returns `model`."""
+    parallel = ExpertParallel.of(group)
+    for layer in [module for module in model.modules() if isinstance(module, MoELayer)]:
+        if layer.parallel != ALONE:
+            ranks = layer.parallel.size
+            raise PlanError(f"layer {layer.layer_number}: its experts are shared out already, over {ranks} ranks")
+        share = parallel.share(layer.config.experts)
+        layer.parallel = parallel
+        if layer.config.expert_gemm == "grouped":
+            layer.grouped.keep(share)
+        else:
+            layer.expert_mlps.keep(share)
+    return model
 
 
 class GroupedSwiGLU(nn.Module):
@@ -92,12 +303,31 @@ class GroupedSwiGLU(nn.Module):
         super().__init__()
         self.gate_up = normal((experts, config.hidden, 2 * inner), config)
         self.down = normal((experts, inner, config.hidden), config, std=config.residual_std)
+        self.delayed = False
+        self.outstanding = WgradQueue(f"the grouped product of {experts} experts")
+
+    def keep(self, numbers: range) -> None:
+        """Drop the experts that live on other ranks."""
+        for name in ("gate_up", "down"):
+            whole = getattr(self, name)
+            setattr(self, name, nn.Parameter(whole.detach()[numbers.start : numbers.stop].clone()))
+
+    def need_backward_dw(self) -> bool:
+        """Whether a backward leaves work of this module's own to `backward_dw`; asked by `graphcap.capture`."""
+        return self.delayed
+
+    def backward_dw(self) -> None:
+        """The delayed weight gradients of one backward: those of `down` and `gate_up`."""
+        if self.delayed:
+            for _ in range(self.down.requires_grad + self.gate_up.requires_grad):
+                self.outstanding.run_next()
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows: [R, hidden] bfloat16; counts: int64 [experts], their sum is R."""
         ends = counts.cumsum(0).to(torch.int32)
-        gate, up = F.grouped_mm(rows, self.gate_up, offs=ends).chunk(2, dim=-1)
-        return F.grouped_mm(F.silu(gate) * up, self.down, offs=ends)
+        queue = self.outstanding if self.delayed else None
+        gate, up = grouped_product(rows, self.gate_up, ends, queue).chunk(2, dim=-1)
+        return grouped_product(F.silu(gate) * up, self.down, ends, queue)
 
 
 def permute_rows(x: Tensor, source: Tensor, inverse: Tensor, copies: int) -> Tensor:

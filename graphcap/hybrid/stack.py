@@ -36,6 +36,19 @@ class LayerGroup(PartialLayer):
     def parts(self) -> Sequence[Part]:
         return self._parts
 
+    def need_backward_dw(self) -> bool:
+        """False: `backward_dw` passes the call on to modules below, and has no work of its own."""
+        return False
+
+    def backward_dw(self) -> None:
+        """The delayed weight gradients of one backward, of every layer, the last one first."""
+        for layer in reversed(self.members()):
+            layer.backward_dw()
+
+    def members(self) -> list[HybridLayer]:
+        """The layers in order."""
+        return [layer for layer in self.layers if isinstance(layer, HybridLayer)]
+
 
 def build_layers(items: Sequence[Item], config: HybridConfig) -> list[HybridLayer | LayerGroup]:
     """One module per item, with random weights, numbered from the first: layer 1, item 0."""

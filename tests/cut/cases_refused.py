@@ -371,6 +371,55 @@ class _DataSet(Base):
         return self.b(y)
 
 
+@refused("an autocast region that spans breaks, and a weight cast in two parts of it", "cast by autocast")
+class _SharedCast(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.a(self.brk(self.a(x)))
+        return self.b(y.float())
+
+
+@refused("a region that is off at the break, but not over", "cast by autocast")
+class _SharedCastOff(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.a(x)
+            with torch.autocast("cpu", enabled=False):
+                y = self.brk(y.float())
+            y = self.a(y)
+        return self.b(y.float())
+
+
+@equal("a weight cast in two autocast regions")
+class _TwoCasts(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.a(x).float()
+        y = self.brk(y)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.a(y).float()
+        return self.b(self.brk2(y))
+
+
+@refused("a tensor from before a break changed through .data", "through .data")
+class _DataChanged(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x) * 1
+        y = self.brk(h * h)  # keeps h for its gradient
+        h.data.mul_(0.5)
+        return self.b(y) + h
+
+
+@equal("a tensor of its own stretch changed through .data")
+class _DataOfStretch(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.brk(self.a(x))
+        h = self.b(y) * 1
+        z = h * h
+        h.data.mul_(0.5)
+        return self.c(z) + h
+
+
 class Box:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

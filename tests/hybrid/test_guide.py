@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from graphcap.cli import main
 from graphcap.errors import PatternError
-from graphcap.hybrid import Pattern
+from graphcap.hybrid import HybridConfig, HybridModel, Pattern, save
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "hybrid.md").read_text(encoding="utf-8")
 
@@ -19,7 +21,22 @@ def test_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
         exec(code, scope)
     printed = capsys.readouterr().out
     assert "[*E]\n4 3\n" in printed
-    assert float(printed.splitlines()[-1].split()[0]) < 4
+    (loss,) = re.findall(r"^(\d\.\d+) torch.Size", printed, flags=re.MULTILINE)
+    assert float(loss) < 4
+    for shown in ("10 [2, 5, 8, 9]", "256 rows went to the experts of layer 3"):
+        assert f"{shown}\n" in printed
+        assert f"`{shown}`" in GUIDE
+
+
+def test_the_conversion_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command as it stands there, and what it printed."""
+    (console,) = re.findall(r"```console\n\$ graphcap (.*?)\n(.*?)\n```", GUIDE, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    save(HybridModel(HybridConfig(pattern="*-*-")), "flat")
+    assert main(shlex.split(console[0])) == 0
+    assert capsys.readouterr().out.strip() == console[1]
 
 
 def test_the_error_shown() -> None:

@@ -150,7 +150,7 @@ def test_expert_without_tokens_has_no_gradient() -> None:
     layer = MoELayer(HybridConfig(experts=8, top_k=2))
     hidden = torch.randn(1, 3, 32)
     layer(hidden).sum().backward()
-    counts = layer.route(hidden)[1]
+    counts = layer.before_dispatch(hidden)[1]
     assert 0 in counts.tolist()
     assert counts.sum() == 6
     for count, mlp in zip(counts.tolist(), layer.expert_mlps, strict=True):
@@ -166,7 +166,7 @@ def test_experts_without_any_token() -> None:
 def test_route_sorts_by_expert_then_token() -> None:
     layer = MoELayer(HybridConfig(top_k=3))
     hidden = torch.randn(2, 5, 32)
-    rows, counts, weights, order, inverse = layer.route(hidden)
+    rows, counts, weights, order, inverse, _ = layer.before_dispatch(hidden)
     tokens = layer.norm(hidden).flatten(0, 1)
     assert torch.equal(rows, tokens[order // 3])
     assert torch.equal(order[inverse], torch.arange(30))
@@ -287,4 +287,4 @@ def test_grouped_experts_compute_what_the_loop_computes() -> None:
             mlp.down.weight.copy_(layer.grouped.down[number].T)
     rows = torch.randn(12, config.hidden, dtype=torch.bfloat16)
     counts = torch.tensor([3, 0, 4, 1, 0, 4])
-    torch.testing.assert_close(layer.experts(rows, counts), loop.experts(rows, counts), rtol=2e-2, atol=1e-4)
+    torch.testing.assert_close(layer.exchange(rows, counts), loop.exchange(rows, counts), rtol=2e-2, atol=1e-4)

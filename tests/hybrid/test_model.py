@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphcap.errors import PatternError, PlanError
+from graphcap.errors import PlanError
 from graphcap.hybrid import HybridChunk, HybridConfig, HybridModel, HybridOutput, LayerGroup
 from graphcap.partial_layer import EAGER, GRAPHED, PartialLayer, flatten
 
@@ -183,12 +183,6 @@ def test_chunks_refused(pattern: str, n: int, words: str) -> None:
         model_of(pattern).chunks(n)
 
 
-def test_mtp_is_refused() -> None:
-    with pytest.raises(PatternError, match="MTP layers are not built yet") as caught:
-        model_of("M*/*E")
-    assert str(caught.value).endswith("\nM*/*E\n  ^")
-
-
 # ---------------------------------------------------------------------------------------------------------------- parts
 
 
@@ -198,8 +192,10 @@ def test_parts() -> None:
         (GRAPHED, "0.embed"),
         (GRAPHED, "0.whole"),
         (GRAPHED, "1.layers.0.whole"),
+        (GRAPHED, "1.layers.1.normalise"),
         (GRAPHED, "1.layers.1.route"),
-        (EAGER, "1.layers.1.experts"),
+        (GRAPHED, "1.layers.1.preprocess"),
+        (EAGER, "1.layers.1.exchange"),
         (GRAPHED, "1.layers.1.combine"),
         (GRAPHED, "2.whole"),
         (GRAPHED, "0.head"),
@@ -284,6 +280,6 @@ def test_experts_are_skipped_and_counts_move() -> None:
     seen = set()
     for seed in range(3):
         tokens = torch.randint(0, 256, (1, 6), generator=torch.Generator().manual_seed(seed))
-        seen.add(tuple(layer.route(model.embed(tokens))[1].tolist()))  # type: ignore[operator]
+        seen.add(tuple(layer.before_dispatch(model.embed(tokens))[1].tolist()))  # type: ignore[operator]
     assert len(seen) == 3
     assert all(0 in counts for counts in seen)

@@ -1,0 +1,353 @@
+"""Checkpoints by published keys (see keys.py), written and read by torch.distributed.checkpoint.
+
+That library ignores keys nobody asks for, converts dtypes without a word and raises a BaseException; so its metadata is
+compared with our keys first, and nothing is written into a model before everything has been compared and read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from graphcap import Graphed
+from graphcap.errors import PlanError, StateError
+from graphcap.hybrid.config import HybridConfig
+from graphcap.hybrid.gpt import GPTModel
+from graphcap.hybrid.keys import EXTRA_STATE, Holder, Piece, Pieces, expected_pieces, extra_state_keys, pieces_of
+from graphcap.hybrid.model import HybridChunk
+
+CONFIG_FILE: Final = "hybrid_config.json"
+"""Beside the tensors: the HybridConfig, for `graphcap convert`. Reading a checkpoint needs only the tensors."""
+
+STATE: Final = "optimizer.state."
+GROUPS: Final = "optimizer.param_groups"
+
+Model = nn.Module | tuple[nn.Module, ...]
+
+
+def save(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Write the weights of a HybridModel, a HybridChunk (a pipeline stage), a tuple of chunks, a GPTModel, or what
+    `capture` made of them, into the folder `path`; with an optimizer its state too.
+
+    Where torch.distributed is initialised this is a collective call on all ranks, each of which gives what it holds: its
+    stage, its experts. StateError if there is a checkpoint already, for optimizer state that belongs to no key, and for
+    what could not be written.
+    """
+    folder, holders = Path(path), _holders(model)
+    if (folder / ".metadata").exists():
+        raise StateError(f"{folder} holds a checkpoint already: choose another folder, or delete that one")
+    pieces = _all_pieces(holders)
+    state: dict[str, Any] = {key: piece.published() for key, piece in pieces.items()}
+    config = holders[0].config
+    if any(holder.output_layer is not None for holder in holders):
+        state |= dict.fromkeys(extra_state_keys(config), b"")
+    if optimizer is not None:
+        state |= _optimizer_entries(pieces, optimizer)
+    write(state, folder, config)
+
+
+def write(state: dict[str, Any], folder: Path, config: HybridConfig | None) -> None:
+    """Tensors and plain values by key, and the config beside them."""
+    alone = not (dist.is_available() and dist.is_initialized())
+    try:
+        with _quiet():
+            planner = DefaultSavePlanner(flatten_state_dict=False)  # the optimizer's groups are one entry
+            dcp_save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=alone)
+    except CheckpointException as error:  # no Exception: it would pass every handler that expects one
+        raise StateError(f"{folder}: the checkpoint could not be written: {_causes(error)}") from error
+    if config is not None and (alone or dist.get_rank() == 0):
+        (folder / CONFIG_FILE).write_text(config_text(config), encoding="utf-8")
+
+
+def load(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Read a checkpoint into what `save` takes, in place: captured graphs go on with the new values.
+
+    Every rank reads for itself, and judges the checkpoint against the keys of the whole model, so that all ranks agree
+    without a word: missing and unexpected keys, other shapes and dtypes are one StateError that lists them all, and
+    nothing has been written then. Saved on other numbers of stages or ranks of experts is the same checkpoint. Without an
+    optimizer its state in the checkpoint is left alone; with one, parameters without state there (an expert that never
+    had a token) end without state.
+    """
+    folder, holders = Path(path), _holders(model)
+    pieces = _all_pieces(holders)
+    metadata = read_metadata(folder)
+    entries = metadata.state_dict_metadata
+    whole = expected_pieces(holders[0].config) | pieces
+    data = read(folder, [key for key in entries if EXTRA_STATE.search(key) or (optimizer and key == GROUPS)])
+    problems = [*_weight_problems(entries, whole, data)]
+    if optimizer is not None:
+        problems += _optimizer_problems(entries, whole, pieces, optimizer, data.get(GROUPS))
+    if problems:
+        raise StateError(
+            f"{folder} does not fit the model ({holders[0].config.pattern!r}); nothing has been loaded:\n  "
+            + "\n  ".join(problems)
+        )
+    wanted = [*pieces]
+    if optimizer is not None:
+        wanted += [key for key in entries if key.startswith(STATE) and _model_key(key) in pieces]
+    tensors = read(folder, wanted)
+    states = {} if optimizer is None else _collected_states(pieces, tensors)
+    for key, piece in pieces.items():
+        piece.write(piece.parameter, tensors[key])
+    if optimizer is not None:
+        _write_optimizer(optimizer, states, data[GROUPS])
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What a checkpoint holds; StateError if there is none."""
+    try:
+        return FileSystemReader(folder).read_metadata()
+    except (OSError, EOFError, ValueError) as error:
+        raise StateError(f"{folder} is no checkpoint that can be read: {error}") from error
+
+
+def read(folder: Path, keys: list[str]) -> dict[str, Any]:
+    """These entries, tensors on the CPU and in the dtype that was saved. Every rank reads for itself."""
+    entries = read_metadata(folder).state_dict_metadata
+    state: dict[str, Any] = {}
+    for key in keys:
+        entry = entries[key]
+        if isinstance(entry, TensorStorageMetadata):
+            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        else:
+            state[key] = None
+    if state:
+        try:
+            with _quiet():
+                planner = _Planner(flatten_state_dict=False)
+                dcp_load(state, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
+        except CheckpointException as error:
+            what = f"{folder}: the checkpoint could not be read, nothing has been loaded"
+            raise StateError(f"{what}: {_causes(error)}") from error
+    return state
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's remark that a single process is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _causes(error: CheckpointException) -> str:
+    """What went wrong on which rank, in a line, instead of all ranks' stacks."""
+    return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items())
+
+
+class _Planner(DefaultLoadPlanner):
+    """Plain values without running code that a pickle might hold: torch's planner unpickles anything."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        with torch.serialization.safe_globals([io.BytesIO, bytes]):
+            self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ comparing
+
+
+def _weight_problems(entries: Mapping[str, Any], whole: Pieces, data: Mapping[str, Any]) -> Iterator[str]:
+    for key, piece in whole.items():
+        if key not in entries:
+            yield f"missing: {key} {list(piece.shape)}"
+    for key, entry in entries.items():
+        if key in whole:
+            yield from _differences(key, entry, whole[key].shape, whole[key].parameter.dtype)
+        elif EXTRA_STATE.search(key):
+            if not _holds_nothing(data[key]):
+                yield f"unexpected: {key} holds the state of a quantised module, which this model has no place for"
+        elif not key.startswith("optimizer."):
+            yield f"unexpected: {key}"
+
+
+def _differences(key: str, entry: Any, shape: tuple[int, ...], dtype: torch.dtype | None) -> Iterator[str]:
+    if not isinstance(entry, TensorStorageMetadata):
+        yield f"{key}: no tensor in the checkpoint, expected one of shape {list(shape)}"
+        return
+    if tuple(entry.size) != shape:
+        yield f"{key}: shape {list(entry.size)} in the checkpoint, {list(shape)} in the model"
+    if dtype is not None and entry.properties.dtype != dtype:
+        yield f"{key}: {entry.properties.dtype} in the checkpoint, {dtype} in the model"
+
+
+def _holds_nothing(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 0
+    if isinstance(value, io.BytesIO):
+        return not value.getvalue()
+    return value is None or value == b""
+
+
+# ------------------------------------------------------------------------------------------------------- the optimizer
+
+
+def _model_key(key: str) -> str:
+    """The published key in `optimizer.state.<name>.<published key>`."""
+    return key.removeprefix(STATE).partition(".")[2]
+
+
+def _state_name(key: str) -> str:
+    return key.removeprefix(STATE).partition(".")[0]
+
+
+def _optimizer_entries(pieces: Pieces, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State tensors of a parameter's shape ride on its keys; 0-dim ones (Adam's step) stand under each of them."""
+    entries: dict[str, Any] = {GROUPS: {"class": type(optimizer).__name__, "groups": _hyperparameters(optimizer)}}
+    for key, piece in pieces.items():
+        for name, value in optimizer.state.get(piece.parameter, {}).items():
+            if value is None:
+                continue
+            if not isinstance(value, Tensor) or value.shape not in (piece.parameter.shape, torch.Size()):
+                shown = f"shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise StateError(
+                    f"{type(optimizer).__name__}'s state {name!r} of {key} ({shown}) can't be saved by key: expected a "
+                    f"tensor of the parameter's shape {list(piece.parameter.shape)}, or one number as a tensor"
+                )
+            entries[f"{STATE}{name}.{key}"] = piece.published(value) if value.dim() else value.detach()
+    return entries
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _optimizer_problems(
+    entries: Mapping[str, Any], whole: Pieces, mine: Pieces, optimizer: torch.optim.Optimizer, saved: Any
+) -> Iterator[str]:
+    if not isinstance(saved, dict):
+        yield f"missing: {GROUPS}, the checkpoint has no optimizer state (load without an optimizer)"
+        return
+    if saved["class"] != type(optimizer).__name__:
+        yield f"{GROUPS}: of {saved['class']}, expected {type(optimizer).__name__}"
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        yield f"{GROUPS}: {len(saved['groups'])} in the checkpoint, {len(optimizer.param_groups)} in the optimizer"
+    names: dict[str, set[str]] = {}
+    for key, entry in entries.items():
+        if not key.startswith(STATE):
+            continue
+        model_key, name = _model_key(key), _state_name(key)
+        names.setdefault(model_key, set()).add(name)
+        if model_key not in whole:
+            yield f"unexpected: {key}"
+        elif not isinstance(entry, TensorStorageMetadata) or len(entry.size):
+            yield from _differences(key, entry, whole[model_key].shape, _state_dtype(mine, model_key, name, optimizer))
+    for group in _by_parameter(mine).values():
+        if len({frozenset(names.get(key, ())) for key, _ in group}) > 1:
+            with_state = [key for key, _ in group if key in names]
+            yield f"{STATE}*: only {', '.join(with_state)} of one stacked parameter have (all) states"
+
+
+def _state_dtype(mine: Pieces, key: str, name: str, optimizer: torch.optim.Optimizer) -> torch.dtype | None:
+    """Of a state that the optimizer has already; None, any, where there is none to compare with."""
+    value = optimizer.state.get(mine[key].parameter, {}).get(name) if key in mine else None
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _by_parameter(pieces: Pieces) -> dict[int, list[tuple[str, Piece]]]:
+    """Stacked experts are one parameter with several keys."""
+    found: dict[int, list[tuple[str, Piece]]] = {}
+    for key, piece in pieces.items():
+        found.setdefault(id(piece.parameter), []).append((key, piece))
+    return found
+
+
+States = dict[nn.Parameter, dict[str, Tensor]]
+
+
+def _collected_states(pieces: Pieces, tensors: Mapping[str, Tensor]) -> States:
+    """Parameter-shaped states, on the CPU; those of parameters that have none are left out."""
+    states: States = {}
+    for key, value in tensors.items():
+        if not key.startswith(STATE):
+            continue
+        name, piece = _state_name(key), pieces[_model_key(key)]
+        state = states.setdefault(piece.parameter, {})
+        if value.dim():
+            whole = state.setdefault(name, torch.empty(piece.parameter.shape, dtype=value.dtype, device="cpu"))
+            piece.write(whole, value)
+        elif not torch.equal(state.setdefault(name, value), value):
+            raise StateError(
+                f"{key} is {value.item()}, but {state[name].item()} for another part of the same stacked parameter, which "
+                "has one for all: load into expert_gemm='loop', whose experts step on their own. Nothing has been loaded"
+            )
+    return states
+
+
+def _write_optimizer(optimizer: torch.optim.Optimizer, states: States, saved: dict[str, Any]) -> None:
+    for group, hyperparameters in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for name, value in hyperparameters.items():
+            if isinstance(group.get(name), Tensor):
+                group[name].copy_(torch.as_tensor(value))  # in place: a graph may read it
+            else:
+                group[name] = value
+        on_device = group.get("capturable") or group.get("fused")
+        for parameter in group["params"]:
+            if parameter not in states:
+                optimizer.state.pop(parameter, None)
+                continue
+            kept = optimizer.state[parameter]
+            for name, value in states[parameter].items():
+                if isinstance(kept.get(name), Tensor):
+                    kept[name].copy_(value)
+                else:
+                    kept[name] = value.to(parameter.device) if value.dim() or on_device else value
+            for name in [name for name, value in kept.items() if value is not None and name not in states[parameter]]:
+                del kept[name]
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+def _holders(model: Any) -> tuple[Holder, ...]:
+    if isinstance(model, Graphed):
+        model = model.module
+    found = tuple(model) if isinstance(model, tuple | nn.ModuleList) else (model,)
+    if not found or not all(isinstance(one, HybridChunk | GPTModel) for one in found):
+        names = ", ".join(type(one).__name__ for one in found)
+        raise PlanError(f"a checkpoint of {names or 'nothing'}: expected a HybridModel, its chunks, or a GPTModel")
+    return found
+
+
+def _all_pieces(holders: tuple[Holder, ...]) -> Pieces:
+    pieces: Pieces = {}
+    for holder in holders:
+        pieces |= pieces_of(holder)
+    return pieces
+
+
+def config_text(config: HybridConfig) -> str:
+    """A config as JSON."""
+    values = dataclasses.asdict(config) | {"dtype": str(config.dtype).removeprefix("torch.")}
+    return json.dumps(values, indent=1) + "\n"
+
+
+def read_config(folder: Path) -> HybridConfig | None:
+    """The config beside a checkpoint, None if there is none (Megatron-LM writes none)."""
+    file = folder / CONFIG_FILE
+    if not file.exists():
+        return None
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return HybridConfig(**values | {"dtype": getattr(torch, values["dtype"])})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StateError(f"{file} is not the config of a hybrid model: {error}") from error

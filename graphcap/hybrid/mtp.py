@@ -1,0 +1,106 @@
+"""Multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3", section 2.2): depth d predicts the token 1 + d ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphcap.hybrid.config import HybridConfig
+from graphcap.hybrid.layers import HybridLayer, RMSNorm, linear
+from graphcap.hybrid.stack import build_layers
+from graphcap.partial_layer import GRAPHED, Part, PartialLayer, nested
+
+IGNORED_LABEL = -100
+"""Tokens with this label do not count in the loss."""
+
+
+class MTPDepth(PartialLayer):
+    """One depth: the hidden states of the depth before (of the decoder, normed, for the first) and the embedding of the
+    tokens `depth` ahead, both normed, go through one projection and the layers of the MTP pattern.
+
+    depth: from 1. `hidden`, `embedded`: [batch, sequence, hidden]; the result is shaped alike and normed. The layers
+    number themselves from 1 in every depth.
+    """
+
+    inputs = "hidden, embedded"
+    outputs = "hidden"
+
+    def __init__(self, config: HybridConfig, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+        self.enorm = RMSNorm(config.hidden, config)
+        self.hnorm = RMSNorm(config.hidden, config)
+        self.eh_proj = linear(2 * config.hidden, config.hidden, config)
+        self.mtp_model_layer = nn.Module()  # a level of names: see the published keys
+        self.mtp_model_layer.layers = nn.ModuleList(build_layers(tuple(config.layers.mtp), config))
+        self.final_layernorm = RMSNorm(config.hidden, config)
+        inner = [nested(f"mtp_model_layer.layers.{i}", "hidden -> hidden") for i in range(len(config.layers.mtp))]
+        self._parts = (GRAPHED("enter", "hidden, embedded -> hidden"), *inner, GRAPHED("leave", "hidden -> hidden"))
+
+    def parts(self) -> Sequence[Part]:
+        return self._parts
+
+    def enter(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """Norm both, join, project."""
+        out: Tensor = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+        return out
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """This depth's own final norm."""
+        out: Tensor = self.final_layernorm(hidden)
+        return out
+
+    def physical_layers(self) -> Iterator[HybridLayer]:
+        """The layers in order."""
+        return (layer for layer in self.mtp_model_layer.modules() if isinstance(layer, HybridLayer))
+
+    def extra_repr(self) -> str:
+        return f"depth={self.depth}"
+
+
+class MTPBlock(nn.Module):
+    """Names only: `layers.<depth - 1>`."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MTPDepth(config, depth) for depth in range(1, config.layers.mtp_depth + 1))
+
+    def depths(self) -> Iterator[MTPDepth]:
+        """In order."""
+        return (layer for layer in self.layers if isinstance(layer, MTPDepth))
+
+
+def roll_left(x: Tensor, by: int, fill: int) -> Tensor:
+    """x[:, t + by] at place t, and `fill` in the last `by` places, where the sequence has nothing to show. x: [batch,
+    sequence], whole numbers or bool."""
+    return F.pad(x[:, by:], (0, min(by, x.shape[1])), value=fill)
+
+
+def depth_targets(
+    depth: int, labels: Tensor | None, loss_mask: Tensor | None, tokens: Tensor | None
+) -> Tensor:
+    """The labels of one depth, int64 [batch, sequence], -100 where there are none or the mask says False.
+
+    labels: of the main loss, the token that comes next. Without them (reinforcement learning has none) they are the
+    tokens rolled left by one; either way, depth d reads them another d places ahead. loss_mask: bool; it belongs to the
+    labels, so it is rolled as far as they are.
+    """
+    if labels is None:
+        assert tokens is not None
+        labels = roll_left(tokens, 1, IGNORED_LABEL)
+    if loss_mask is not None:
+        labels = labels.masked_fill(~loss_mask, IGNORED_LABEL)  # masked, then rolled: that is in lockstep
+    return roll_left(labels, depth, IGNORED_LABEL)
+
+
+def mean_cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Mean over the tokens that count, in `dtype`; 0 (not NaN) where none does, as in a sequence shorter than the depth.
+
+    logits: [batch, sequence, vocab]; labels: int64 [batch, sequence].
+    """
+    flat = labels.flatten()
+    total = F.cross_entropy(logits.to(dtype).flatten(0, -2), flat, ignore_index=IGNORED_LABEL, reduction="sum")
+    return total / (flat != IGNORED_LABEL).sum().clamp(min=1)

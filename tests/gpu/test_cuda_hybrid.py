@@ -1,0 +1,44 @@
+"""MTP, router losses and the tracker on a GPU: 20 steps with graphs beside 20 without, bit for bit; a checkpoint loaded
+under captured graphs. Run by hand: pytest -m gpu."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphcap import capture
+from graphcap.hybrid import HybridConfig, HybridModel, load, save
+from tests.hybrid.side_by_side import train
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("pattern", "chunks", "more"),
+    [
+        ("[M*E][M*E]/*E", 1, {"aux_loss": 0.02, "z_loss": 0.01, "router_statistics": True}),
+        ("[*E]|[*-]/*E/*E", 2, {"aux_loss": 0.02, "z_loss": 0.01}),
+        ("*-|/*E", 2, {"tie_embeddings": True, "z_loss": 0.01}),
+    ],
+)
+def test_graphs_on_equals_graphs_off(pattern: str, chunks: int, more: dict[str, Any], dtype: torch.dtype) -> None:
+    model = train(HybridConfig(pattern=pattern, max_sequence=64, dtype=dtype, **more), chunks=chunks, device="cuda")
+    assert model.tracker.report().mtp_loss.records == 20 * (4 if chunks > 1 else 2) * model.config.layers.mtp_depth
+
+
+def test_a_captured_model_goes_on_with_what_was_loaded(tmp_path: Path) -> None:
+    ids = torch.randint(0, 256, (2, 65), generator=torch.Generator().manual_seed(7)).cuda()
+    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    models = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        with torch.device("cuda"):
+            models.append(HybridModel(HybridConfig(pattern="[M*E]-/*-")))
+    save(models[1], tmp_path)
+    graphed = capture(models[0], (tokens, labels))
+    load(graphed, tmp_path)
+    assert torch.equal(graphed(tokens, labels).loss, models[1](tokens, labels).loss)

@@ -1,0 +1,269 @@
+"""What training asks of the layers: delayed weight gradients, recomputation, shared experts. Bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphcap.errors import PlanError, StateError
+from graphcap.hybrid import (
+    AttentionLayer,
+    HybridConfig,
+    HybridModel,
+    MambaLayer,
+    MLPLayer,
+    MoELayer,
+    delayed_wgrad,
+    shard_experts,
+)
+from graphcap.hybrid.layers import HybridLayer
+from graphcap.hybrid.recompute import DiscardedOutput
+from graphcap.hybrid.wgrad import WgradQueue
+from graphcap.testing import compare
+
+KINDS = [MambaLayer, AttentionLayer, MLPLayer, MoELayer]
+
+
+def outputs_and_gradients(
+    layer: torch.nn.Module, steps: int = 3, delayed: bool = False, dtype: torch.dtype = torch.float32
+) -> list[Tensor | None]:
+    """Of `steps` microbatches whose gradients add up."""
+    seen: list[Tensor | None] = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        hidden = torch.randn(2, 19, 32, generator=generator).to(dtype).requires_grad_()
+        out = layer(hidden)
+        out.float().square().sum().backward()
+        if delayed:
+            layer.backward_dw()
+        seen += [out.detach(), hidden.grad]
+    return [*seen, *(p.grad for p in layer.parameters())]
+
+
+def assert_same(first: list[Tensor | None], second: list[Tensor | None]) -> None:
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (torch.equal(a, b) and bool(a.isfinite().all()) and bool(a.count_nonzero()))
+
+
+def layer_of(kind: type[HybridLayer], **values: Any) -> HybridLayer:
+    torch.manual_seed(5)
+    return kind(HybridConfig(init_std=0.2, **values))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_delayed_weight_gradients_are_those_of_the_backward(kind: type[HybridLayer], dtype: torch.dtype) -> None:
+    layer = layer_of(kind, dtype=dtype, shared_ffn=24, experts=8)
+    twin = copy.deepcopy(layer)
+    with delayed_wgrad(layer):
+        found = outputs_and_gradients(layer, delayed=True, dtype=dtype)
+    assert_same(found, outputs_and_gradients(twin, dtype=dtype))
+
+
+def test_delayed_weight_gradients_of_grouped_experts() -> None:
+    values = {"dtype": torch.bfloat16, "expert_gemm": "grouped", "experts": 6}
+    layer = layer_of(MoELayer, **values)
+    twin = copy.deepcopy(layer)
+    with delayed_wgrad(layer):
+        found = outputs_and_gradients(layer, delayed=True, dtype=torch.bfloat16)
+    assert_same(found, outputs_and_gradients(twin, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_delayed(kind: type[HybridLayer]) -> None:
+    """The weights of linear layers wait; everything else gets its gradient from the backward."""
+    layer = layer_of(kind, shared_ffn=24, experts=2)
+    with delayed_wgrad(layer):
+        layer(torch.randn(2, 19, 32)).sum().backward()
+        waiting = {name for name, p in layer.named_parameters() if p.grad is None}
+        layer.backward_dw()
+    linear = ("qkv", "proj", "gate_up", "down")
+    expected = {name for name, _ in layer.named_parameters() if any(word in name for word in linear)}
+    assert waiting == expected != set()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_popping_nothing_is_an_error(kind: type[HybridLayer]) -> None:
+    layer = layer_of(kind)
+    layer.backward_dw()  # not delayed: nothing to do
+    with delayed_wgrad(layer):
+        with pytest.raises(StateError, match="its queue is empty"):
+            layer.backward_dw()
+        with torch.no_grad():  # leaves nothing behind
+            layer(torch.randn(1, 3, 32))
+        with pytest.raises(StateError, match="its queue is empty"):
+            layer.backward_dw()
+
+
+def test_shared_expert_before_its_backward_is_an_error() -> None:
+    layer = layer_of(MoELayer, shared_ffn=24)
+    assert isinstance(layer, MoELayer)
+    with pytest.raises(StateError, match="after the slot"), delayed_wgrad(layer):
+        layer.shared_backward_dw()
+
+
+def test_a_weight_gradient_left_behind_is_an_error() -> None:
+    layer = layer_of(MLPLayer)
+    with pytest.raises(StateError, match="1 weight gradients are outstanding"), delayed_wgrad(layer):
+        layer(torch.randn(1, 3, 32)).sum().backward()
+
+
+def test_a_failed_step_leaves_nothing_behind() -> None:
+    layer = layer_of(AttentionLayer)
+    with pytest.raises(KeyError), delayed_wgrad(layer):
+        layer(torch.randn(1, 3, 32)).sum().backward()
+        raise KeyError
+    queues = [m.outstanding for m in layer.modules() if isinstance(getattr(m, "outstanding", None), WgradQueue)]
+    assert [len(queue) for queue in queues] == [0, 0]
+    assert outputs_and_gradients(layer)
+
+
+def test_hooks_of_a_parameter_run_when_its_gradient_is_there() -> None:
+    layer = layer_of(MLPLayer)
+    seen: list[str] = []
+    for name, parameter in layer.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    with delayed_wgrad(layer):
+        layer(torch.randn(1, 3, 32)).sum().backward()
+        assert seen == ["norm.weight"]
+        layer.backward_dw()
+    assert sorted(seen) == ["mlp.down.weight", "mlp.gate_up.weight", "norm.weight"]
+
+
+def test_delayed_layers_are_not_graphed() -> None:
+    layer = layer_of(MoELayer, shared_ffn=24)
+    with delayed_wgrad(layer):
+        assert {part.kind.value for part in layer.parts() if part.kind} == {"eager"}
+    assert {part.kind.value for part in layer.parts() if part.kind} == {"eager", "graphed"}
+
+
+# ------------------------------------------------------------------------------------------------------- recomputation
+
+
+@pytest.mark.parametrize("recompute", ["norm", "layer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputation_changes_no_bit(recompute: str, dtype: torch.dtype) -> None:
+    models = []
+    for choice in ("none", recompute):
+        torch.manual_seed(3)
+        config = HybridConfig(pattern="M[*E]E-", dtype=dtype, shared_ffn=24, recompute=choice)  # type: ignore[arg-type]
+        models.append(HybridModel(config))
+    tokens = torch.randint(0, 256, (2, 20))
+    results: list[list[Tensor | None]] = []
+    for model in models:
+        found: list[Tensor | None] = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        for step in range(20):
+            optimizer.zero_grad()
+            loss = model(tokens.roll(step, 1)[:, :-1], tokens.roll(step, 1)[:, 1:]).loss
+            loss.backward()
+            found += [loss.detach(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
+            optimizer.step()
+        results.append(found)
+    assert_same(*results)
+
+
+def test_the_norm_s_output_is_really_freed() -> None:
+    layer = layer_of(MoELayer, recompute="norm", shared_ffn=24)
+    assert isinstance(layer, MoELayer)
+    hidden = torch.randn(2, 9, 32, requires_grad=True)
+    normed = layer.normalise(hidden)
+    shared = layer.shared(normed)
+    weights, chosen = layer.route(normed)
+    rows, counts, order, inverse = layer.preprocess(normed, chosen)
+    received, layout = layer.dispatch(rows, counts)
+    assert normed.untyped_storage().nbytes() > 0
+    made = layer.experts(received, layout)
+    assert normed.untyped_storage().nbytes() == 0
+    again: list[int] = []
+    made.register_hook(lambda _: again.append(normed.untyped_storage().nbytes()))
+    layer.combine(layer.collect(made, layout), weights, order, inverse, hidden, shared).sum().backward()
+    assert again == [2 * 9 * 32 * 4]
+
+
+def test_a_second_hook_on_the_combined_output_is_an_error() -> None:
+    """Upstream's bug: the post-MLP helper hooks the combined output as well, and attention's gradients are corrupted."""
+    layer = layer_of(MoELayer, recompute="norm")
+    assert isinstance(layer, MoELayer)
+    hidden = torch.randn(2, 9, 32, requires_grad=True)
+    rows, counts, *kept = layer.before_dispatch(hidden)
+    discarded = layer._discarded
+    assert discarded is not None
+    out = layer.combine(layer.exchange(rows, counts), *kept)
+    discarded.discard(out)
+    with pytest.raises(StateError, match="exactly one hook belongs to it"):
+        out.sum().backward()
+
+
+def test_a_hook_that_comes_too_late_is_an_error() -> None:
+    scale = torch.ones(4, requires_grad=True)
+    discarded = DiscardedOutput(lambda x: x * scale, (scale,))
+    x = torch.randn(4, requires_grad=True)
+    value = discarded(x)
+    out = (value * 3).sum()
+    other = torch.zeros(1, requires_grad=True) * 1
+    discarded.discard(other)
+    with pytest.raises(StateError, match="before it was computed again"):
+        out.backward()
+
+
+def test_without_grad_nothing_is_discarded() -> None:
+    layer = layer_of(MoELayer, recompute="norm")
+    plain = layer_of(MoELayer)
+    hidden = torch.randn(2, 9, 32)
+    with torch.no_grad():
+        assert torch.equal(layer(hidden), plain(hidden))
+
+
+@pytest.mark.parametrize("recompute", ["norm", "layer"])
+def test_captured_with_recomputation(recompute: str) -> None:
+    def build() -> HybridModel:
+        torch.manual_seed(3)
+        return HybridModel(HybridConfig(pattern="[*E]M", shared_ffn=24, recompute=recompute))  # type: ignore[arg-type]
+
+    def inputs(index: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+        ids = torch.randint(0, 256, (2, 13), generator=torch.Generator().manual_seed(index))
+        return (ids[:, :-1], ids[:, 1:]), {}
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    assert compare(build, inputs, steps=20, backend="tape")
+
+
+# ------------------------------------------------------------------------------------------------------------- sharing
+
+
+def test_shared_expert_is_added_once_to_every_token() -> None:
+    layer = layer_of(MoELayer, shared_ffn=24, dtype=torch.float64)
+    assert isinstance(layer, MoELayer)
+    hidden = torch.randn(2, 9, 32, dtype=torch.float64)
+    with_shared = layer(hidden)
+    extra = layer.shared(layer.normalise(hidden)).view_as(hidden)
+    layer.shared_mlp = None
+    torch.testing.assert_close(with_shared, layer(hidden) + extra, rtol=1e-12, atol=1e-12)
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    layer = layer_of(MoELayer)
+    names = list(layer.state_dict())
+    before = layer(torch.ones(1, 4, 32))
+    assert shard_experts(layer) is layer
+    assert list(layer.state_dict()) == names
+    assert torch.equal(layer(torch.ones(1, 4, 32)), before)
+    assert math.isfinite(float(before.detach().sum()))
+
+
+def test_config_refuses() -> None:
+    with pytest.raises(PlanError, match="shared_ffn=-1"):
+        HybridConfig(shared_ffn=-1)
+    with pytest.raises(PlanError, match="recompute='all'"):
+        HybridConfig(recompute="all")  # type: ignore[arg-type]
