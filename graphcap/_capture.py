@@ -26,6 +26,7 @@ from graphcap._capture_set import BackwardGraph as BackwardGraph
 from graphcap._capture_set import CaptureSet as CaptureSet
 from graphcap._capture_set import GraphSet as GraphSet
 from graphcap._capture_set import PartGraphs as PartGraphs
+from graphcap._capture_set import idle_parts
 from graphcap._facts import PartFacts, Pattern, UnitFacts, WarmupFacts
 from graphcap._parts import (
     OutIndex,
@@ -47,7 +48,7 @@ from graphcap._recompute import Again
 from graphcap._record_again import SecondForward
 from graphcap._shared_memory import loosened, static_bytes
 from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
-from graphcap.backends.base import Backend, Graph, Pool
+from graphcap.backends.base import Backend, Graph, Pool, unless_empty
 from graphcap.errors import CaptureError, CutError, GraphcapError
 from graphcap.order import Phase
 from graphcap.partial_layer import GRAPHED, Opened
@@ -142,7 +143,9 @@ class Recorder:
         for pool in pools:
             pool.poison()
         static, saved = static_bytes(plan, [s for unit_sets in sets for s in unit_sets], self.buffers.values())
-        plan = replace(plan, static_bytes=static, shared_bytes=saved, recompute_saves=self.saved)
+        plan = replace(
+            plan, static_bytes=static, shared_bytes=saved, idle=idle_parts(sets), recompute_saves=self.saved
+        )
         return CaptureSet(plan, self.facts.parameters, sets, self.buffers, pools, tuple(kept), self.operations)
 
     def _settle(self, key: tuple[int, int], work: _Work) -> None:
@@ -253,6 +256,7 @@ class Recorder:
                     yield Opened(scope)
                 close_part(running, scope, env)
         _guards.refuse_host_effects(before, _guards.plain_attributes(modules), part.part.name, self._allowed(work))
+        graph = unless_empty(graph)
         self.operations += graph.operations
         self._agree(part, running)
         outputs = [t.detach() for t in running.made]
@@ -391,6 +395,7 @@ class Recorder:
                 else:
                     with self.backend.capture(work.pool, self.generators) as graph:
                         results, arena = finish(part.made, part.proxies)
+            graph = unless_empty(graph)
             self.operations += graph.operations
             held = [None if r is None else r.detach() for r in results]
             if adding:
