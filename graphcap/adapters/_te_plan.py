@@ -1,0 +1,151 @@
+"""What the adapter knows of one capture of Transformer Engine modules: while it is open, and what remains of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphcap.adapters import _te_owner as own
+from graphcap.adapters._te_names import Names
+
+# Recipe fields that act in the host's amax reduction and scale update alone: no recorded kernel depends on them.
+HOST_FIELDS = frozenset({"margin", "amax_compute_algo", "scaling_factor_compute_algo", "reduce_amax"})
+
+Fields = tuple[Any, ...]
+
+
+def recipe_fields(recipe: Any, leave_out: frozenset[str] = frozenset()) -> Fields:
+    """The class of a recipe and the value of every field. (Its text, which TE's own keys are made of, leaves some out.)"""
+    if recipe is None:
+        return ()
+    if not dataclasses.is_dataclass(recipe):
+        return (type(recipe), recipe)
+    values = ((f.name, getattr(recipe, f.name)) for f in dataclasses.fields(recipe) if f.name not in leave_out)
+    return (type(recipe), *values)
+
+
+def changed_fields(captured: Fields, now: Fields) -> list[str]:
+    """In words, what differs between two results of `recipe_fields`."""
+    if captured[:1] != now[:1]:
+        return [f"the recipe was {_class_name(captured)} at capture and is {_class_name(now)} now"]
+    pairs = zip(captured[1:], now[1:], strict=True)
+    return [
+        f"recipe.{name} was {old!r} at capture and is {new!r} now" for (name, old), (_, new) in pairs if old != new
+    ]
+
+
+def _class_name(fields: Fields) -> str:
+    return fields[0].__name__ if fields else "none"
+
+
+@dataclass(slots=True)
+class OpenCapture:
+    """One capture in progress. before: host state of every owner as it was. flags: per unit that caches weights, the
+    tensor by which its recorded casts decide whether to run. history: lengths that were adapted to the recipe.
+    undo: everything process-wide, in the order in which it was changed."""
+
+    specs: Sequence[Any]
+    units: Sequence[nn.Module]
+    owners: tuple[nn.Module, ...]
+    before: dict[nn.Module, own.HostState]
+    flags: dict[int, torch.Tensor]
+    undo: ExitStack
+    visited: dict[int, dict[nn.Module, None]] = field(default_factory=dict)
+    stashes: dict[int, int] = field(default_factory=dict)
+    closed: bool = False
+
+    def note(self, index: int, owner: nn.Module) -> None:
+        self.visited.setdefault(index, {})[owner] = None
+
+
+@dataclass(slots=True)
+class OwnerPrint:
+    """Where one owner's state lay at capture, so that one look per call says whether it still does.
+
+    metas: (dict, key, state object). tensors: (state object, attribute, tensor). weights: primary quantised weights, with
+    the plain tensors inside, by attribute, and whether a transposed copy was there.
+    """
+
+    owner: nn.Module
+    states: tuple[tuple[own.Meta, str, Any], ...]
+    tensors: tuple[tuple[Any, str, torch.Tensor, int], ...]
+    weights: tuple[tuple[Any, dict[str, tuple[torch.Tensor, int]], bool], ...]
+
+    def problem(self) -> str | None:
+        for meta, key, state in self.states:
+            if meta.get(key) is not state:
+                return f"{self._name()} has made its {key} state anew since capture (another kind of recipe, a reset?)"
+        for state, name, tensor, address in self.tensors:
+            if getattr(state, name, None) is not tensor or tensor.data_ptr() != address:
+                return f"{self._name()}: {name} lies in other memory than at capture (another amax_history_len?)"
+        for weight, inside, _ in self.weights:
+            for name, (tensor, address) in inside.items():
+                if getattr(weight, name, None) is not tensor or tensor.data_ptr() != address:
+                    return f"{self._name()}: a quantised weight's {name} lies in other memory than at capture"
+        return None
+
+    def _name(self) -> str:
+        return f"{type(self.owner).__name__} {getattr(self.owner, 'name', None) or ''}".strip()
+
+    def renew_transposes(self) -> None:
+        """A weight that was written since has its transpose marked stale; eager code would make it again before its
+        next use, and a replay reads it as it is."""
+        for weight, _, transposed in self.weights:
+            if transposed and not has_transpose(weight):
+                weight.update_usage(columnwise_usage=True)
+
+
+def has_transpose(weight: Any) -> bool:
+    """Whether a quantised weight holds a valid copy for the input gradient."""
+    if hasattr(weight, "get_usages"):
+        return bool(weight.get_usages().get("columnwise", False))
+    return getattr(weight, "_transpose", None) is not None and not getattr(weight, "_transpose_invalid", False)
+
+
+def print_of(owner: nn.Module) -> OwnerPrint:
+    """Note where an owner's state lies now."""
+    states = tuple(
+        (meta, key, meta[key]) for meta in own.metas(owner) for key in ("scaling_fwd", "scaling_bwd") if key in meta
+    )
+    tensors = []
+    for _, _, state in states:
+        for name in ("scale", "amax_history"):
+            value = getattr(state, name, None)
+            if isinstance(value, torch.Tensor):
+                tensors.append((state, name, value, value.data_ptr()))
+    weights = [
+        (weight, {k: (t, t.data_ptr()) for k, t in own.memory_of(weight).items()}, has_transpose(weight))
+        for weight in owner._parameters.values()
+        if own.is_quantized(weight)
+    ]
+    return OwnerPrint(owner, states, tuple(tensors), tuple(weights))
+
+
+@dataclass(slots=True)
+class UnitState:
+    """One unit of a finished capture. flag_value: what its flag holds once the work queued so far has run; None where it
+    caches no weights. fields: what the recorded kernels depend on in the recipe."""
+
+    spec: Any
+    visited: tuple[nn.Module, ...]
+    prints: tuple[OwnerPrint, ...]
+    fields: Fields
+    flag: torch.Tensor | None
+    flag_value: bool | None
+    records: dict[nn.Module, Any] = field(default_factory=dict)
+    lists: Any = None  # the process-wide dict of lists in which they were found registered
+
+
+def pins_of(names: Names, owners: Sequence[nn.Module], caches: Mapping[nn.Module, dict[str, Any]]) -> list[Any]:
+    """Everything that a recorded kernel may touch and that an owner could let go of."""
+    found: list[Any] = []
+    for owner in owners:
+        found += [own.touched_memory(owner, caches.get(owner)), caches.get(owner), list(own.quantizers(owner))]
+        found += [own.scaling_states(owner)]
+    return found
