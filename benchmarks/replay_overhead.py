@@ -93,6 +93,7 @@ def candidates(count: int, device: torch.device) -> dict[str, Step]:
         agree(name, module, copy.deepcopy(eager), device)
     steps: dict[str, Step] = {name: module_step(module) for name, module in made.items()}
     steps["a node that does nothing (autograd's floor)"] = floor_step()
+    steps["a node that returns ready gradients (floor of return)"] = returning_step(list(eager.parameters()))
     if device.type == "cuda":
         steps["one raw graph (limit)"] = raw_step(copy.deepcopy(eager), device)
     return steps
@@ -139,6 +140,30 @@ def floor_step() -> Step:
         _Nothing.apply(x).backward(c)
 
     step.clear = lambda: None  # type: ignore[attr-defined]
+    return step
+
+
+class _Ready(torch.autograd.Function):
+    """What autograd itself costs around a graph that returns gradients of parameters: no copy, no kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, ready: list[torch.Tensor], x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.ready = ready
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, gradient, *[one.detach() for one in ctx.ready])
+
+
+def returning_step(parameters: list[nn.Parameter]) -> Step:
+    parameters = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    ready = [torch.randn_like(parameter) for parameter in parameters]
+
+    def step(x: torch.Tensor, c: torch.Tensor) -> None:
+        _Ready.apply(ready, x, *parameters).backward(c)
+
+    step.clear = lambda: [setattr(p, "grad", None) for p in parameters]  # type: ignore[attr-defined]
     return step
 
 

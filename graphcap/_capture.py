@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap import _guards
+from graphcap._arena import Arena, pack, same_arena
 from graphcap._parts import (
     OutIndex,
     Running,
@@ -42,11 +43,13 @@ from graphcap.partial_layer import GRAPHED, Opened
 
 @dataclass(frozen=True, slots=True)
 class BackwardGraph:
-    """A backward for one pattern of arriving gradients. results: one static tensor (or None) per wanted gradient."""
+    """A backward for one pattern of arriving gradients. results: one static tensor (or None) per wanted gradient; those
+    that the arena holds lie in it."""
 
     graph: Graph
     pattern: Pattern
     results: tuple[torch.Tensor | None, ...]
+    arena: Arena | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,15 +330,20 @@ class Recorder:
                     self._add(results, len(inputs), indices)
                     if self.plan.config.grads == "alias":
                         results[len(inputs) :] = _apart(results[len(inputs) :])
+                    arena = None
                     if recorded:
                         results = _share_results(results, recorded[0].results)
+                        arena = same_arena(recorded[0].arena, results, recorded[0].results)
+                    elif self.plan.config.grads != "alias":
+                        returned = [len(inputs) + n for n, index in enumerate(indices) if index not in self.buffers]
+                        results, arena = pack(results, returned)
             self.operations += graph.operations
             held = [None if r is None else r.detach() for r in results]
             if adding:
                 held[len(inputs) :] = [
                     None if index in self.buffers else r for index, r in zip(indices, held[len(inputs) :], strict=True)
                 ]
-            recorded.append(BackwardGraph(graph, pattern, tuple(held)))
+            recorded.append(BackwardGraph(graph, pattern, tuple(held), arena))
         return recorded
 
     def _add(self, results: list[torch.Tensor | None], offset: int, indices: Sequence[int]) -> None:

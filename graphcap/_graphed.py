@@ -123,18 +123,14 @@ class Runner:
                 f"{unit.title}: called from another thread than the one that captured it; static buffers are not locked. "
                 "Capture in the thread that runs"
             )
-        if grad and self.capture.buffers and private.inside_ddp():
-            raise StateError(
-                f"{unit.title}: DistributedDataParallel around a capture with grads='accumulate': it reduces when autograd "
-                "accumulates a gradient, which the graph does by itself, so nothing would be reduced. Capture with "
-                "grads='return'"
-            )
-        bound.slot.require_free(bound.title, microbatch)
-        if bound.slot.was_dropped():  # a forward whose backward never ran: its step has ended all the same
-            self._check_due[number] = True
-        state = self._check_state(number, grad)
-        if state is not None:
-            return self._eager(unit, args, kwargs, state), None
+        if bound.slot.flight is not None:
+            bound.slot.require_free(bound.title, microbatch)
+            if bound.slot.was_dropped():  # a forward whose backward never ran: its step has ended all the same
+                self._check_due[number] = True
+        if self._check_due[number]:
+            state = self._check_state(number, grad)
+            if state is not None:
+                return self._eager(unit, args, kwargs, state), None
         self._follow_stream()
         return self._run(number, bound, microbatch, args, kwargs, grad)
 
@@ -175,9 +171,10 @@ class Runner:
             self.ambient.autocast and torch.get_autocast_dtype(self._device_type) != self.ambient.autocast_dtype
         ):
             return f"captured {_autocast(self.ambient)}, called {_autocast(Ambient.now(self.backend.device))}"
-        for module, training in zip(self._modules[number], self._training[number], strict=True):
-            if module.training != training:
-                return f"captured with training={training}, called with training={module.training}"
+        captured, now = self._training[number], [module.training for module in self._modules[number]]
+        if now != captured:
+            first = next(place for place, training in enumerate(captured) if now[place] != training)
+            return f"captured with training={captured[first]}, called with training={now[first]}"
         if grad_mode and not bound.facts.grad and self._differentiable(number, args, kwargs):
             return "captured without gradients, called in grad mode with something to differentiate"
         return None
@@ -189,9 +186,14 @@ class Runner:
         )
 
     def _check_state(self, number: int, grad: bool) -> str | None:
-        """Once per step: parameters, buffers and modules are those of the capture."""
-        if not self._check_due[number]:
-            return None
+        """Once per step: parameters, buffers and modules are those of the capture, and nobody waits for what autograd
+        does not do."""
+        if grad and self.capture.buffers and private.inside_ddp():
+            raise StateError(
+                f"{self.plan.units[number].title}: DistributedDataParallel around a capture with grads='accumulate': it "
+                "reduces when autograd accumulates a gradient, which the graph does by itself, so nothing would be "
+                "reduced. Capture with grads='return'"
+            )
         try:
             self._guards[number].check()
         except StateError as error:

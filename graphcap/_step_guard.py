@@ -6,6 +6,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, is_
 from types import CodeType
 from typing import Any
 
@@ -37,6 +39,25 @@ class _Table:
     known: set[str]
     module: nn.Module
     path: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Glance:
+    """What is watched, side by side: values in tables, tensors, sizes, children, hooks."""
+
+    tables: list[dict[Any, Any]]
+    keys: list[Any]
+    values: list[Any]
+    tensors: list[torch.Tensor]
+    addresses: list[int]
+    flags: list[bool]
+    sized: list[Any]
+    lengths: list[int]
+    owners: list[nn.Module]
+    children_keys: list[str]
+    children: list[nn.Module]
+    hooked: list[nn.Module]
+    hooks: list[int]
 
 
 class StepGuard:
@@ -79,6 +100,7 @@ class StepGuard:
                     self._watch_attributes(module, path, changing)
                     if module is not top:
                         self._hooked[id(module)] = (path, module, _hook_count(module))
+        self._glance = self._glance_now()
 
     def _watch_tensor(self, table: dict[Any, Any], key: Any, name: str, tensor: torch.Tensor) -> None:
         self._watched.append(_Watched(table, key, name, tensor, tensor.data_ptr(), tensor.requires_grad))
@@ -143,6 +165,47 @@ class StepGuard:
 
     def check(self) -> None:
         """Raises StateError naming the first difference."""
+        if not self._unchanged():
+            self._check_each()
+            self._glance = self._glance_now()
+
+    def _glance_now(self) -> _Glance:
+        tensors = [entry.tensor for entry in self._watched]
+        sized = [container for container, _, _ in self._sizes]
+        sized += [entry.table for entry in (*self._tables, *self._names)]
+        hooked = [module for _, module, _ in self._hooked.values()]
+        return _Glance(
+            tables=[table for table, _, _, _ in self._constants] + [entry.table for entry in self._watched],
+            keys=[key for _, key, _, _ in self._constants] + [entry.key for entry in self._watched],
+            values=[value for _, _, _, value in self._constants] + tensors,
+            tensors=tensors,
+            addresses=[entry.address for entry in self._watched],
+            flags=[entry.requires_grad for entry in self._watched],
+            sized=sized,
+            lengths=list(map(len, sized)),
+            owners=[owner for owner, _, _, _ in self._children],
+            children_keys=[key for _, key, _, _ in self._children],
+            children=[child for _, _, _, child in self._children],
+            hooked=hooked,
+            hooks=list(map(len, chain.from_iterable(map(_HOOKS, hooked)))),
+        )
+
+    def _unchanged(self) -> bool:
+        """Whether everything is the very object it was: a handful of comparisons in C for what is looked at one by one
+        where something differs. False says nothing yet."""
+        seen = self._glance
+        return (
+            all(map(is_, map(dict.get, seen.tables, seen.keys), seen.values))
+            and list(map(torch.Tensor.data_ptr, seen.tensors)) == seen.addresses
+            and list(map(_REQUIRES_GRAD, seen.tensors)) == seen.flags
+            and list(map(len, seen.sized)) == seen.lengths
+            and all(all(map(is_, items, before)) for items, before, _ in self._lists)
+            and all(members == frozen for members, frozen, _ in self._sets)
+            and all(map(is_, map(dict.get, map(_MODULES, seen.owners), seen.children_keys), seen.children))
+            and list(map(len, chain.from_iterable(map(_HOOKS, seen.hooked)))) == seen.hooks
+        )
+
+    def _check_each(self) -> None:
         for table, key, name, value in self._constants:
             now = table.get(key)
             if now is not value and not _same(now, value) and not (key == "forward" and _is_ours(now)):
@@ -204,6 +267,8 @@ class StepGuard:
                 )
 
 
+_HOOKS = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MODULES, _REQUIRES_GRAD = attrgetter("_modules"), attrgetter("requires_grad")
 _VALUES = {"builtins", "collections", "enum", "types", "argparse", "decimal", "fractions", "datetime", "pathlib"}
 _VOLATILE = frozenset(sys.stdlib_module_names) - _VALUES  # loggers, locks, generators: they decide nothing
 

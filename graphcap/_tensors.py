@@ -27,11 +27,12 @@ class TensorSpec:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    seen_stride: tuple[int, ...] = field(default=(), compare=False, repr=False)  # as it was, for the quick comparison
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
         shape = tuple(tensor.shape)
-        return TensorSpec(shape, _stride(tensor), tensor.dtype, tensor.device, tensor.requires_grad)
+        return TensorSpec(shape, _stride(tensor), tensor.dtype, tensor.device, tensor.requires_grad, tensor.stride())
 
     @property
     def expanded(self) -> bool:
@@ -341,13 +342,33 @@ class CallSpec:
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, strict: bool, grad_mode: bool) -> str | None:
         """The first difference of a call, as "name: expected ..., got ...", or None."""
-        plain = self.plain and not kwargs and len(args) == len(self.leaves)
-        if plain and self._leaves_difference(args, strict=strict, grad_mode=grad_mode) is None:
+        if self.plain and not kwargs and self._is_just_so(args, strict and grad_mode and self.shareable, grad_mode):
             return None
         leaves, structure = flatten((args, kwargs))
         if structure != self.structure:
             return _structure_difference(self, structure)
         return self._leaves_difference(leaves, strict=strict, grad_mode=grad_mode)
+
+    def _is_just_so(self, args: tuple[Any, ...], may_be_shared: bool, grad_mode: bool) -> bool:
+        """Whether a plain call is the captured one down to its strides: almost always it is, and this runs at every call.
+        False says nothing: the careful comparison has the word."""
+        if len(args) != len(self.leaves) or may_be_shared:
+            return False
+        for expected, leaf in zip(self.leaves, args, strict=True):
+            if type(expected) is TensorSpec:
+                if (
+                    type(leaf) not in _PLAIN
+                    or leaf.layout is not torch.strided
+                    or leaf.shape != expected.shape
+                    or leaf.stride() != expected.seen_stride
+                    or leaf.dtype is not expected.dtype
+                    or leaf.device != expected.device
+                    or (grad_mode and leaf.requires_grad != expected.requires_grad)
+                ):
+                    return False
+            elif leaf is not expected:
+                return False
+        return True
 
     def _leaves_difference(self, leaves: Sequence[Any], *, strict: bool, grad_mode: bool) -> str | None:
         for expected, leaf, name in zip(self.leaves, leaves, self.names, strict=True):

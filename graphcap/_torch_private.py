@@ -113,6 +113,23 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def node_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without the look at every argument for a dead functorch wrapper, which costs as much as the rest
+    where a node has many parameters. Under a functorch transform it is `function.apply` itself, which refuses."""
+    bare: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+    def apply(*args: Any) -> Any:
+        return function.apply(*args) if transformed() else bare(*args)  # type: ignore[no-untyped-call]
+
+    return apply
+
+
+def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Contiguous views of `flat`, one after the other with the shapes of `like`, made in one call."""
+    return list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
+
+
 def inside_ddp() -> bool:
     """Whether a DistributedDataParallel is calling the module that it wraps."""
     active = cast(Callable[[], object], torch.nn.parallel.DistributedDataParallel._get_active_ddp_module)

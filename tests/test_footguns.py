@@ -79,6 +79,25 @@ def test_accumulated_gradients_are_one_buffer() -> None:
     assert not torch.equal(logged, before)
 
 
+def test_small_gradients_share_a_storage() -> None:
+    graphed = capture(module := Mlp())
+    graphed(rows()).square().sum().backward()
+    gradients = [p.grad for p in module.parameters()]
+    assert len({g.untyped_storage().data_ptr() for g in gradients}) == 1
+    before = [g.clone() for g in gradients]
+    gradients[0].zero_()
+    assert all(torch.equal(g, b) for g, b in zip(gradients[1:], before[1:], strict=True))  # no overlap
+    weight = torch.ones(1, requires_grad=True)
+    product = (weight * gradients[1]).sum()
+    gradients[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    product = (weight * gradients[1].clone()).sum()  # the way out
+    gradients[0].add_(1)
+    product.backward()
+    assert gradients[1].clone().untyped_storage().nbytes() == gradients[1].nbytes
+
+
 def test_minus_zero_in_accumulate() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:

@@ -54,6 +54,13 @@ def test_parameters_in_another_order(monkeypatch: Monkeypatch) -> None:
     found(two_alike, says="gradient of 0.weight")
 
 
+def rotated_arena(arena: Any) -> Any:
+    if arena is None:
+        return None
+    numbers, places = zip(*arena.places, strict=True)
+    return dataclasses.replace(arena, places=tuple(zip(numbers, (*places[1:], *places[:1]), strict=True)))
+
+
 @pytest.mark.parametrize("order", ["0F0 0B0", "0F0 0F1 0I0 0W0 0I1 0W1"])
 def test_results_of_the_backward_rotated(monkeypatch: Monkeypatch, order: str) -> None:
     assert_equal(two_alike, order=order)
@@ -64,7 +71,8 @@ def test_results_of_the_backward_rotated(monkeypatch: Monkeypatch, order: str) -
         for graph in record(self, work, part, *args):
             first = len(graph.results) - len(part.facts.parameters) if len(graph.results) > 1 else 0
             inputs, parameters = graph.results[:first], graph.results[first:]
-            made.append(dataclasses.replace(graph, results=(*inputs, *parameters[1:], *parameters[:1])))
+            turned = (*inputs, *parameters[1:], *parameters[:1])
+            made.append(dataclasses.replace(graph, results=turned, arena=rotated_arena(graph.arena)))
         return made
 
     monkeypatch.setattr(_capture.Recorder, "_record_backwards", rotated)
@@ -76,6 +84,7 @@ def test_a_static_gradient_returned_without_a_copy(monkeypatch: Monkeypatch) -> 
     order = "0F0 0B0 0F1 0B1"
     assert_equal(two_alike, order=order)
     monkeypatch.setattr(_replay, "fresh", lambda tensors: [tensor.detach() for tensor in tensors])
+    monkeypatch.setattr(_capture.Arena, "fresh", lambda self: {n: self.like[place].detach() for n, place in self.places})
     found(two_alike, order=order, says="gradient of 0.weight")
 
 
@@ -83,12 +92,13 @@ def test_a_missing_gradient_that_is_not_zeroed(monkeypatch: Monkeypatch) -> None
     """The eager part sends no gradient back for one of two values in some steps; last step's must not be used again."""
     options: dict[str, Any] = {"inputs": batches(2, WIDTH), "steps": 12}
     assert_equal(Detours, **options)
-    copy = _replay.BoundPart._copy_gradients
+    fill = _replay._Copies.fill
 
-    def without_zero(self: Any, arrived: Any) -> None:
-        copy(self, [m.static if g is None else g for m, g in zip(self.arriving, arrived, strict=True)])
+    def without_zero(self: Any, tensors: Any) -> None:
+        stale = {memory.place: memory.static for memory in self.memories}
+        fill(self, [stale.get(place) if tensor is None else tensor for place, tensor in enumerate(tensors)])
 
-    monkeypatch.setattr(_replay.BoundPart, "_copy_gradients", without_zero)
+    monkeypatch.setattr(_replay._Copies, "fill", without_zero)
     found(lambda: Branching(), batches(2, WIDTH), steps=12, says="gradient")
 
 
@@ -278,7 +288,7 @@ def test_random_numbers_that_are_not_drawn(monkeypatch: Monkeypatch) -> None:
 
 def test_an_input_that_is_not_copied(monkeypatch: Monkeypatch) -> None:
     assert_equal(two_alike)
-    monkeypatch.setattr(_replay, "_copy", lambda pairs: None)
+    monkeypatch.setattr(_replay._Copies, "fill", lambda self, tensors: None)
     found(two_alike, says="step 0: gradient 0 of the inputs")  # the first input is the sample itself
     found(two_alike, batches(grad=False), grad_mode=False, says="step 1: output of 0F0")
 

@@ -180,6 +180,36 @@ def test_after_backward() -> None:
     assert seen == ["later node", "end"]
 
 
+def test_node_apply() -> None:
+    """As `Function.apply`, the tensors' gradients included; under a functorch transform that function has the word."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, word: str) -> torch.Tensor:
+            ctx.word = word
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            assert ctx.word == "kept"
+            return gradient * 2, None
+
+    apply = private.node_apply(Twice)
+    x = torch.ones(2, requires_grad=True)
+    apply(x, "kept").sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.vmap(lambda row: apply(row, "kept"))(x)
+
+
+def test_unflatten() -> None:
+    flat, like = torch.arange(10.0), [torch.empty(2, 3), torch.empty(0), torch.empty(4)]
+    views = private.unflatten(flat, like)
+    assert [tuple(view.shape) for view in views] == [(2, 3), (0,), (4,)]
+    assert torch.equal(torch.cat([view.flatten() for view in views]), flat)
+    assert views[2].data_ptr() == flat.data_ptr() + 6 * flat.element_size()
+
+
 def test_inside_ddp() -> None:
     seen: list[bool] = []
 
