@@ -14,6 +14,7 @@ from graphcap._graphed import Graphed, Stats, disabled
 from graphcap._plan import CapturePlan
 from graphcap.config import CaptureConfig
 from graphcap.errors import (
+    ArgumentError,
     BucketError,
     CaptureError,
     ClosedError,
@@ -24,6 +25,7 @@ from graphcap.errors import (
     HookError,
     InFlightError,
     InputMismatch,
+    ModuleError,
     OrderError,
     PatternError,
     PlanError,
@@ -50,6 +52,7 @@ def __getattr__(name: str) -> ModuleType:
 __all__ = [
     "EAGER",
     "GRAPHED",
+    "ArgumentError",
     "BucketError",
     "CaptureConfig",
     "CaptureError",
@@ -63,6 +66,7 @@ __all__ = [
     "HookError",
     "InFlightError",
     "InputMismatch",
+    "ModuleError",
     "Order",
     "OrderError",
     "PartialLayer",

@@ -1,9 +1,11 @@
 """Stage 3: record. Every graphed part of every graph set becomes a forward graph and its backward graphs.
 
 Graphs that share a pool may reuse each other's dead memory, so they are right only when they are replayed in the order
-in which they were captured. Graph sets are not: microbatch 2 may run its forward in set 0 while set 1 waits for its
-backward, and what set 0 used as scratch may be what set 1 saved. So every graph set has a pool of its own, inside which
-capture order is replay order: forwards, then backwards in reverse (with I and W: all I, then all W).
+in which they were captured. Graph sets of two slots are not: microbatch 2 may run its forward in slot 0 while slot 1 waits
+for its backward, and what the one used as scratch may be what the other saved. So every slot has a pool of its own.
+Inside it capture order is replay order: forwards, then backwards in reverse (with I and W: all I, then all W); and of
+several graph sets of one slot (chunks that take turns in it) only one is under way at a time, so that they may use each
+other's memory: see `_share.loosen`.
 """
 
 from __future__ import annotations
@@ -17,8 +19,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphcap import _guards
-from graphcap._arena import Arena, pack, same_arena
+from graphcap import _delayed, _guards
+from graphcap._arena import pack, same_arena
+from graphcap._capture_set import BackwardGraph as BackwardGraph
+from graphcap._capture_set import CaptureSet as CaptureSet
+from graphcap._capture_set import GraphSet as GraphSet
+from graphcap._capture_set import PartGraphs as PartGraphs
+from graphcap._facts import PartFacts, Pattern, UnitFacts, WarmupFacts
 from graphcap._parts import (
     OutIndex,
     Running,
@@ -32,65 +39,13 @@ from graphcap._parts import (
     run_calls,
     sample_copies,
 )
-from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan
+from graphcap._plan import PartPlan, Sample, UnitPlan
+from graphcap._shared_memory import loosened, static_bytes
 from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
-from graphcap._warmup import PartFacts, Pattern, UnitFacts, WarmupFacts
 from graphcap.backends.base import Backend, Graph, Pool
 from graphcap.errors import CaptureError, CutError, GraphcapError
 from graphcap.order import Phase
 from graphcap.partial_layer import GRAPHED, Opened
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardGraph:
-    """A backward for one pattern of arriving gradients. results: one static tensor (or None) per wanted gradient; those
-    that the arena holds lie in it."""
-
-    graph: Graph
-    pattern: Pattern
-    results: tuple[torch.Tensor | None, ...]
-    arena: Arena | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PartGraphs:
-    """The graphs and static surfaces of one graphed part in one graph set.
-
-    inputs[i]: where read tensor i is expected. linked[i]: it is another part's static output (or passes through), so it
-    is there already. outputs[i]: where made tensor i appears. grad_outputs: one per differentiable output.
-    backward[phase]: one graph per pattern.
-    """
-
-    facts: PartFacts
-    inputs: tuple[torch.Tensor, ...]
-    linked: tuple[bool, ...]
-    forward: Graph
-    outputs: tuple[torch.Tensor, ...]
-    grad_outputs: tuple[torch.Tensor, ...]
-    backward: dict[Phase, tuple[BackwardGraph, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class GraphSet:
-    """Everything recorded for one unit and one slot. parts[i] is None for an eager part."""
-
-    unit: UnitPlan
-    facts: UnitFacts
-    slot: int
-    parts: tuple[PartGraphs | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureSet:
-    """The result of recording: graph sets per unit, parameters, accumulate buffers, and what must stay alive."""
-
-    plan: CapturePlan
-    parameters: _guards.Parameters
-    sets: tuple[tuple[GraphSet, ...], ...]
-    buffers: dict[int, torch.Tensor]  # parameter index -> gradient buffer that graphs add into
-    pools: tuple[Pool, ...]
-    kept: tuple[Any, ...]
-    operations: int
 
 
 @dataclass(slots=True)
@@ -129,6 +84,9 @@ class Recorder:
         self.facts, self.plan, self.backend, self.pool = facts, facts.plan, backend, pool
         self.generators = tuple(generators)
         self.inputs: dict[tuple[int, TensorSpec, int], torch.Tensor] = {}  # slot, spec, number -> shared static input
+        self.arrivals: dict[tuple[Any, ...], torch.Tensor] = {}  # slot, place, form -> shared static gradient of an output
+        self.pools: dict[int, Pool] = {}  # slot -> pool
+        self.complete: dict[tuple[int, int], GraphSet] = {}
         self.buffers: dict[int, torch.Tensor] = {}
         self.hold = self.plan.config.retain_graph
         self.operations = 0
@@ -146,20 +104,41 @@ class Recorder:
                     works[key] = self._forward(number, key[1])
                 elif step.phase in (Phase.B, Phase.I) and key not in done:
                     done.add(key)
-                    self._backward(works[key], self._phases(step.chunk))
+                    with plan.hooks.backward(number, unit.layers[0]):
+                        self._backward(works[key], self._phases(step.chunk, works[key].facts.delayed))
+                    self._settle(key, works[key])
+        for key, work in works.items():
+            if key not in self.complete:  # forwards alone
+                self.complete[key] = _frozen(work)
         sets = tuple(
-            tuple(_frozen(works[number, index]) for index in range(len(unit.samples)))
+            tuple(self.complete[number, index] for index in range(len(unit.samples)))
             for number, unit in enumerate(plan.units)
         )
-        pools = tuple(work.pool for work in works.values())
+        pools = tuple(self.pools.values())
         works.clear()  # every autograd graph of the recording goes: nothing with a grad_fn stays
         for pool in pools:
             pool.poison()
-        plan = replace(plan, static_bytes=_static_bytes(sets, self.buffers))
+        static, saved = static_bytes([s for unit_sets in sets for s in unit_sets], self.buffers.values())
+        plan = replace(plan, static_bytes=static, shared_bytes=saved)
         return CaptureSet(plan, self.facts.parameters, sets, self.buffers, pools, tuple(kept), self.operations)
 
-    def _phases(self, chunk: int) -> tuple[Phase, ...]:
-        """The backward phases that the order asks of a chunk, in an order of recording that any replay respects."""
+    def _settle(self, key: tuple[int, int], work: _Work) -> None:
+        """A graph set is complete. Where others take turns with it in its slot, they may use its memory from now on."""
+        graph_set = _frozen(work)
+        work.running, work.env, work.statics = [], {}, []  # what was held for the backward alone
+        turns = {
+            (number, index)
+            for number, unit in enumerate(self.plan.units)
+            for index, sample in enumerate(unit.samples)
+            if sample.slot == work.sample.slot
+        }
+        self.complete[key] = loosened(graph_set, self._aliased) if len(turns) > 1 else graph_set
+
+    def _phases(self, chunk: int, delayed: bool) -> tuple[Phase, ...]:
+        """The backward phases that the order asks of a chunk, in an order of recording that any replay respects. Where
+        `backward_dw()` does the W, and in the drop-in, whose caller runs whole backwards, autograd is not split."""
+        if delayed or not self.plan.strict:
+            return (Phase.B,)
         asked = {step.phase for step in self.plan.order if step.chunk == chunk}
         if Phase.I in asked:  # a part without input gradients has no I; its W is a whole backward, after other Ws
             asked |= {Phase.B}
@@ -172,10 +151,13 @@ class Recorder:
         facts, sample = self.facts.units[number][index], unit.samples[index]
         args, kwargs = sample_copies(sample)  # one object per argument, also where the user passed one tensor twice
         places = {id(leaf): place for place, leaf in enumerate(flatten((args, kwargs))[0])}
-        pool = self.backend.new_pool(self.pool)
+        if sample.slot not in self.pools:
+            # The caller's pool is for one slot: two slots of one pool may be replayed in another sequence than recorded.
+            self.pools[sample.slot], self.pool = self.backend.new_pool(self.pool), None
+        pool = self.pools[sample.slot]
         work = _Work(pool, unit, facts, sample, places, [], entry_values(unit, args, kwargs), [])
         trace = unit.program.trace
-        with torch.set_grad_enabled(facts.grad):
+        with torch.set_grad_enabled(facts.grad), self.plan.hooks.forward(number, unit.layers[0]):
             if trace is not None:
                 trace.follow(args, kwargs, unit.parts, partial(self._opened, work))
                 return work
@@ -293,9 +275,10 @@ class Recorder:
         made = work.statics[index]
         assert made is not None
         output, strides = made.outputs[place], made.facts.grad_strides[made.facts.grad_outputs.index(place)]
-        own = partial(torch.empty_strided, output.shape, strides, dtype=output.dtype, device=output.device)
-        if Phase.W in phases:  # a W step reads the arrived gradients again, long after others have written theirs
-            return own().fill_(0)
+        own = partial(self._arrival, (work.sample.slot, index, place), output, strides)
+        # A W step reads the arrived gradients again, long after others have written theirs.
+        if Phase.W in phases or work.facts.delayed:
+            return own()
         for later in work.statics[index + 1 :]:
             if later is None:
                 continue
@@ -306,7 +289,17 @@ class Recorder:
                     if result is not None and result.stride() == strides and _is_alone(result, results):
                         return result
             break  # anything further away adds to that gradient, so it arrives in other memory
-        return own().fill_(0)
+        return own()
+
+    def _arrival(
+        self, where: tuple[int, int, int], output: torch.Tensor, strides: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Memory for an arriving gradient: one for all graph sets that take turns in a slot."""
+        key = (*where, output.shape, strides, output.dtype, output.device)
+        if key not in self.arrivals:
+            made = torch.empty_strided(output.shape, strides, dtype=output.dtype, device=output.device)
+            self.arrivals[key] = made.fill_(0)
+        return self.arrivals[key]
 
     def _record_backwards(
         self, work: _Work, part: _PartWork, phase: Phase, last_phase: bool
@@ -323,28 +316,75 @@ class Recorder:
             keep = self.hold or not last_phase or number < len(part.facts.patterns) - 1
             outputs = [part.made[p] for p, there in zip(part.facts.grad_outputs, pattern, strict=True) if there]
             arriving = [g for g, there in zip(part.grad_outputs, pattern, strict=True) if there]
-            with torch.autocast(self.backend.device.type, enabled=False):
+            with torch.autocast(self.backend.device.type, enabled=False), self._marked(indices) as marks:
                 with self.backend.capture(work.pool, self.generators) as graph, _NoRandom(part.facts.part.name):
                     found, _ = differentiate(outputs, wanted, arriving, work.facts.reentrant, retain_graph=keep)
                     results = list(found)
                     self._add(results, len(inputs), indices)
-                    if self.plan.config.grads == "alias":
-                        results[len(inputs) :] = _apart(results[len(inputs) :])
+                    aliased = [self._aliased(index) for index in indices]
+                    results[len(inputs) :] = _apart(results[len(inputs) :], aliased)
                     arena = None
                     if recorded:
                         results = _share_results(results, recorded[0].results)
                         arena = same_arena(recorded[0].arena, results, recorded[0].results)
-                    elif self.plan.config.grads != "alias":
-                        returned = [len(inputs) + n for n, index in enumerate(indices) if index not in self.buffers]
-                        results, arena = pack(results, returned)
+                    else:
+                        places = enumerate(zip(indices, aliased, strict=True), start=len(inputs))
+                        owned = [n for n, (index, alias) in places if index not in self.buffers and not alias]
+                        results, arena = pack(results, owned)
             self.operations += graph.operations
             held = [None if r is None else r.detach() for r in results]
             if adding:
                 held[len(inputs) :] = [
                     None if index in self.buffers else r for index, r in zip(indices, held[len(inputs) :], strict=True)
                 ]
-            recorded.append(BackwardGraph(graph, pattern, tuple(held), arena))
+            recorded.append(BackwardGraph(graph, pattern, tuple(held), arena, tuple(marks)))
+            if part.facts.delayed is not None:
+                self._record_delayed(work, part, part.facts.delayed, pattern)
         return recorded
+
+    def _record_delayed(
+        self, work: _Work, part: _PartWork, delayed: _delayed.DelayedWork, pattern: Pattern
+    ) -> None:
+        """The graph of `backward_dw()`, for what the backward that was recorded last has put off."""
+        name, known = part.facts.part.name, self.facts.parameters
+        theirs = {known.index_of(parameter) for owner in delayed.owners for parameter in owner.parameters()}
+        with (
+            torch.autocast(self.backend.device.type, enabled=False),
+            torch.no_grad(),
+            self._marked([index for index in theirs if index is not None]) as marks,
+        ):
+            with self.backend.capture(work.pool, self.generators) as graph, _NoRandom(name):
+                found = _delayed.collect(delayed.owners, known, {})
+        _delayed.require_same(delayed, found, name)
+        self.operations += graph.operations
+        results = tuple(found[delivery.index].detach() for delivery in delayed.deliveries)
+        part.backward[Phase.W] = (
+            *part.backward.get(Phase.W, ()),
+            BackwardGraph(graph, pattern, results, None, tuple(marks)),
+        )
+
+    @contextmanager
+    def _marked(self, indices: Sequence[int]) -> Iterator[list[tuple[int, str, Any]]]:
+        """Notes which plain attributes of parameters the Python inside sets: a replay, which runs none, sets them too."""
+        real, alias = self.facts.parameters.real, self.facts.parameters.alias
+        marks: list[tuple[int, str, Any]] = []
+        for index in indices:
+            if alias[index] is not real[index]:
+                alias[index].__dict__.update(real[index].__dict__)
+                if _ADDED in real[index].__dict__:  # set to what it may have been already
+                    alias[index].__dict__[_ADDED] = False
+        before = {index: dict(alias[index].__dict__) for index in indices}
+        yield marks
+        for index in indices:
+            marks += [
+                (index, name, value)
+                for name, value in alias[index].__dict__.items()
+                if isinstance(value, bool | int | float | str) and before[index].get(name, marks) != value
+            ]
+
+    def _aliased(self, index: int) -> bool:
+        """Whether the gradient of this parameter is handed out as the static buffer."""
+        return self.plan.config.grads == "alias" or id(self.facts.parameters.real[index]) in self.plan.alias_parameters
 
     def _add(self, results: list[torch.Tensor | None], offset: int, indices: Sequence[int]) -> None:
         """grads="accumulate": the graph adds into the buffers, one foreach for all."""
@@ -356,6 +396,9 @@ class Recorder:
         if pairs:
             with torch.no_grad():
                 torch._foreach_add_([b for b, _ in pairs], [r for _, r in pairs])
+
+
+_ADDED = "grad_added_to_main_grad"  # set by kernels that add into main_grad, for Megatron-LM's and TE's hooks
 
 
 class _NoRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -391,11 +434,14 @@ def accumulate_buffers(facts: WarmupFacts) -> dict[int, torch.Tensor]:
     uses: dict[int, int] = {}
     for unit in (sets[0] for sets in facts.units):
         for part in unit.parts:
+            for owner in () if part.delayed is None else part.delayed.owners:  # these see to their gradients themselves
+                for index in map(facts.parameters.index_of, owner.parameters()):
+                    uses[-1 if index is None else index] = 2
             for index in part.parameters:
                 uses[index] = uses.get(index, 0) + (1 if part.part.kind is GRAPHED else 2)
     buffers = {}
     for index, count in sorted(uses.items()):
-        if count == 1:
+        if count == 1 and index >= 0:
             real = facts.parameters.real[index]
             main = getattr(real, "main_grad", None)
             if isinstance(main, torch.Tensor):
@@ -426,13 +472,15 @@ def record(
         raise CaptureError(f"recording failed: {type(error).__name__}: {error}") from error
 
 
-def _apart(results: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def _apart(
+    results: Sequence[torch.Tensor | None], aliased: Sequence[bool]
+) -> list[torch.Tensor | None]:
     """Gradients that become `.grad` as they are: no two of them on one memory (the gradients of a and b in a + b are)."""
     seen: set[int] = set()
     apart: list[torch.Tensor | None] = []
-    for result in results:
+    for result, as_it_is in zip(results, aliased, strict=True):
         place = 0 if result is None else result.untyped_storage().data_ptr()
-        apart.append(result.clone() if result is not None and place in seen else result)
+        apart.append(result.clone() if result is not None and as_it_is and place in seen else result)
         seen.add(place)
     return apart
 
@@ -481,25 +529,3 @@ def _frozen(work: _Work) -> GraphSet:
         for part in work.statics
     )
     return GraphSet(work.unit, work.facts, work.sample.slot, parts)
-
-
-def _static_bytes(sets: Sequence[Sequence[GraphSet]], buffers: dict[int, torch.Tensor]) -> int:
-    """Bytes of the static surfaces (each memory once): inputs, crossing values, outputs and gradients."""
-    seen: dict[int, int] = {}
-
-    def count(tensor: torch.Tensor | None) -> None:
-        if tensor is not None:
-            storage = tensor.untyped_storage()
-            seen[storage.data_ptr()] = max(seen.get(storage.data_ptr(), 0), storage.nbytes())
-
-    for graph_set in (s for unit in sets for s in unit):
-        for part in graph_set.parts:
-            if part is not None:
-                for tensor in (*part.inputs, *part.outputs, *part.grad_outputs):
-                    count(tensor)
-                for backward in (b for graphs in part.backward.values() for b in graphs):
-                    for result in backward.results:
-                        count(result)
-    for tensor in buffers.values():
-        count(tensor)
-    return sum(seen.values())

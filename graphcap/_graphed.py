@@ -10,21 +10,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphcap import _guards
+from graphcap import _delayed, _guards
 from graphcap import _torch_private as private
-from graphcap._capture import CaptureSet
+from graphcap._capture_set import CaptureSet, GraphSet
+from graphcap._flight import Flight, Side, Slot
 from graphcap._plan import CapturePlan, Layers, UnitPlan
-from graphcap._replay import BoundSet, Flight, Slot
+from graphcap._replay import BoundSet
 from graphcap._step_guard import StepGuard, read_by_eager_alone
 from graphcap._steps import Steps, run_plain
 from graphcap._tensors import flatten, tensors_of
 from graphcap.backends.base import Backend
-from graphcap.errors import ClosedError, InputMismatch, PlanError, ReplayError, StateError
+from graphcap.errors import ClosedError, InputMismatch, PlanError, ReplayError, ReplayOrderError, StateError
 from graphcap.order import Step
 
 _disabled: ContextVar[bool] = ContextVar("graphcap_disabled", default=False)
@@ -83,6 +85,9 @@ class Runner:
         self._device_type = backend.device.type
         self.closed = False
         self.eager_depth = 0
+        self._closed_calls: set[tuple[int, int]] = set()  # (unit, microbatch)
+        self._waiting: dict[tuple[int, int], Flight] = {}  # backward has run, delayed weight gradients have not
+        self._put_off: dict[tuple[int, int], list[nn.Module]] = {}  # the same of eager calls: whose work it is
 
     def _guard(self, index: int, unit: UnitPlan, lazy: set[tuple[int, str]]) -> StepGuard:
         modules = _guards.modules_of(unit.layers)
@@ -99,21 +104,27 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------------------- a call
 
+    def require_open(self, number: int, microbatch: int) -> None:
+        """Raises ClosedError after close(), and after close_call() of this callable."""
+        if self.closed or (self._closed_calls and (number, microbatch) in self._closed_calls):
+            raise ClosedError(
+                f"{self.plan.units[number].title}: this graphed object was closed (close() or reset()); capture again"
+            )
+
     def call(
-        self, number: int, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, number: int, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], side: Side | None = None
     ) -> tuple[Any, Flight | None]:
         """One forward of unit `number`. Raises before anything has run if the call can't be served."""
         unit = self.plan.units[number]
-        if self.closed:
-            raise ClosedError(f"{unit.title}: this graphed object was closed; capture again")
+        self.require_open(number, microbatch)
         if self.is_disabled():
-            return self._eager(unit, args, kwargs, "disabled"), None
+            return self.run_own(number, microbatch, args, kwargs, "disabled"), None
         bound = self.sets[number][unit.set_of[microbatch]]
         grad = torch.is_grad_enabled() and bound.facts.grad
         problem = self._mismatch(number, bound, args, kwargs)
         if problem is not None:
             if self.plan.config.on_mismatch == "eager":
-                return self._eager(unit, args, kwargs, problem), None
+                return self.run_own(number, microbatch, args, kwargs, problem), None
             raise InputMismatch(
                 f"{unit.title}: {problem}. Call it as it was captured, run it without graphs (`with graphcap.disabled():`, "
                 "for validation too), capture again with such arguments, or use CaptureConfig(on_mismatch='eager')"
@@ -130,9 +141,9 @@ class Runner:
         if self._check_due[number]:
             state = self._check_state(number, grad)
             if state is not None:
-                return self._eager(unit, args, kwargs, state), None
+                return self.run_own(number, microbatch, args, kwargs, state), None
         self._follow_stream()
-        return self._run(number, bound, microbatch, args, kwargs, grad)
+        return self._run(number, bound, microbatch, args, kwargs, grad, side)
 
     def _run(
         self,
@@ -142,20 +153,50 @@ class Runner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         grad: bool,
+        side: Side | None,
     ) -> tuple[Any, Flight | None]:
         slot = bound.slot
         slot.generation += 1
         flight = None
         if grad and bound.has_backward:
-            flight = slot.take((bound.title, microbatch), lambda: self._finished(number))
+            hold = partial(self._hold, (number, microbatch)) if bound.facts.delayed else None
+            flight = slot.take((bound.title, microbatch), lambda: self._finished(number), hold, side)
         try:
-            value = bound.run(args, kwargs, flight, self.anchor)
+            value = bound.run(args, kwargs, flight, self.anchor, side)
         except BaseException:
             slot.release()
             self._check_due[number] = True
             raise
         self.stats.replays += 1
         return value, flight
+
+    def _hold(self, key: tuple[int, int], flight: Flight) -> None:
+        self._put_off.pop(key, None)
+        self._waiting[key] = flight
+
+    def is_delayed(self, number: int) -> bool:
+        """Whether weight gradients of this unit are left to `backward_dw()`."""
+        return bool(self.sets) and any(bound.facts.delayed for bound in self.sets[number])
+
+    def weight_grad(self, number: int, microbatch: int) -> None:
+        """`backward_dw()` of the unit's modules, for its last backward; nothing where no module delays any."""
+        self.require_open(number, microbatch)
+        if not self.is_delayed(number):
+            return
+        key = (number, microbatch)
+        if key in self._put_off:
+            for owner in self._put_off.pop(key):
+                _delayed.run(owner)
+            return
+        flight = self._waiting.pop(key, None)
+        if flight is None:
+            raise ReplayOrderError(
+                f"{self.plan.units[number].title}, microbatch {microbatch}: backward_dw() has nothing to do: its backward "
+                "has not run since the last one"
+            )
+        self._follow_stream()
+        self.sets[number][self.plan.units[number].set_of[microbatch]].weight_grad(flight)
+        flight.finish()
 
     def _finished(self, number: int) -> None:
         self._check_due[number] = True
@@ -203,11 +244,24 @@ class Runner:
         self._check_due[number] = not grad
         return None
 
-    def _eager(self, unit: UnitPlan, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+    def run_own(
+        self, number: int, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
+    ) -> Any:
+        """The unit's own code, counted by reason."""
+        unit = self.plan.units[number]
         self.stats.eager[reason] += 1
-        if torch.is_grad_enabled():
-            self._bind_for_eager()
-        return run_plain(unit.calls, args, kwargs)
+        if not torch.is_grad_enabled():
+            return run_plain(unit.calls, args, kwargs)
+        self._bind_for_eager()
+        if not self.is_delayed(number):
+            return run_plain(unit.calls, args, kwargs)
+        with _guards.visited_modules() as visited:
+            for module in self._modules[number]:
+                visited.add(id(module))  # its forward is called, not itself
+            value = run_plain(unit.calls, args, kwargs)
+        owners = _delayed.owners_of(self._modules[number])
+        self._put_off[number, microbatch] = [owner for owner in owners if id(owner) in visited]
+        return value
 
     def _bind_for_eager(self) -> None:
         """grads="accumulate": an eager call adds into the same buffers, so that the next graphed one finds them."""
@@ -229,19 +283,46 @@ class Runner:
     def reset(self) -> None:
         for slot in self.slots:
             slot.release()
+        self._waiting.clear()
+        self._put_off.clear()
         self._check_due = [True] * len(self.plan.units)
+
+    def close_call(self, number: int, microbatch: int) -> None:
+        """Free the graphs of one callable, once no other microbatch shares them; closing twice is fine."""
+        self._closed_calls.add((number, microbatch))
+        self._waiting.pop((number, microbatch), None)
+        unit = self.plan.units[number]
+        if self.closed:
+            return
+        if len(self._closed_calls) == len(self.plan.units) * self.plan.order.microbatches:
+            self.close()
+            return
+        index = unit.set_of[microbatch]
+        if all((number, m) in self._closed_calls for m, other in enumerate(unit.set_of) if other == index):
+            bound, sets = self.sets[number][index], self.capture.sets
+            if bound.slot.holder[0] == bound.title:
+                bound.slot.release()
+            _reset_graphs(sets[number][index])
+            emptied = tuple(replace(s, parts=()) if s is sets[number][index] else s for s in sets[number])
+            self.capture = replace(self.capture, sets=(*sets[:number], emptied, *sets[number + 1 :]))
+            bound.parts = []
 
     def close(self) -> None:
         if self.closed:
             return
         self.closed = True
         self.reset()
-        for part in (p for sets in self.capture.sets for s in sets for p in s.parts if p is not None):
-            part.forward.reset()
-            for graph in (g for graphs in part.backward.values() for g in graphs):
-                graph.graph.reset()
+        for graph_set in (s for sets in self.capture.sets for s in sets):
+            _reset_graphs(graph_set)
         self.sets = []
         self.capture = replace(self.capture, sets=(), buffers={}, pools=(), kept=())
+
+
+def _reset_graphs(graph_set: GraphSet) -> None:
+    for part in (part for part in graph_set.parts if part is not None):
+        part.forward.reset()
+        for graph in (g for graphs in part.backward.values() for g in graphs):
+            graph.graph.reset()
 
 
 def _autocast(ambient: Ambient) -> str:
@@ -260,7 +341,7 @@ class Graphed(nn.Module):
         self.module = module
         object.__setattr__(self, "_runner", runner)
         object.__setattr__(self, "_chunks", chunks)
-        object.__setattr__(self, "_steps", Steps(runner.plan.order, self._call_step))
+        object.__setattr__(self, "_steps", Steps(runner.plan.order, self._call_step, self._weight_work))
         self.training = module.training
         self._register_load_state_dict_pre_hook(_into_module, with_module=True)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_report_own_names)  # type: ignore[no-untyped-call]
@@ -314,14 +395,27 @@ class Graphed(nn.Module):
     def _call_step(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Flight | None]:
         return self._call_chunk(step.chunk, step.microbatch, args, kwargs)
 
+    def _weight_work(self, chunk: int) -> Callable[[Step], None] | None:
+        """What an I step leaves to the W step besides autograd's part, if modules of the chunk delay weight gradients."""
+        if not self._runner.is_delayed(chunk):
+            return None
+        run: Callable[[Step], None] = lambda step: self._runner.weight_grad(step.chunk, step.microbatch)  # noqa: E731
+        return run
+
+    def backward_dw(self) -> None:
+        """Without an order: the weight gradients that the module's delayed modules put off in the last backward."""
+        self._runner.weight_grad(0, 0)
+
     def _call_chunk(
         self, chunk: int, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Flight | None]:
         layers = self._chunks[chunk]
         top = layers[0] if len(layers) == 1 else None
         if self._runner.is_disabled() and not self._runner.closed:
-            self._runner.stats.eager["disabled"] += 1
-            return run_plain(layers, args, kwargs), None
+            if not self._runner.is_delayed(chunk):
+                self._runner.stats.eager["disabled"] += 1
+                return run_plain(layers, args, kwargs), None
+            return self._runner.run_own(chunk, microbatch, args, kwargs, "disabled"), None
         if not isinstance(top, nn.Module) or not _guards.has_hooks(top) or self._runner.closed:
             found: tuple[Any, Flight | None] = self._runner.call(chunk, microbatch, args, kwargs)
             return found

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphcap._tensors import flatten, tensor_problem, tensors_of
-from graphcap.errors import CutError, HookError, PlanError, SampleError
+from graphcap.errors import CutError, HookError, ModuleError, PlanError, SampleError
 
 Layers = Sequence[Callable[..., Any]]
 
@@ -94,6 +94,15 @@ def refuse_hooks(module: nn.Module, title: str) -> None:
         if getattr(module, kind, None):
             raise HookError(
                 f"{title} has hooks ({kind.strip('_')}): they would not run at replay. Register them after capture"
+            )
+
+
+def refuse_trained_buffers(module: nn.Module, title: str) -> None:
+    """The drop-in's rule, as torch and TE have it: only parameters are trained."""
+    for name, buffer in module.named_buffers():
+        if buffer.requires_grad:
+            raise ModuleError(
+                f"{title}: the buffer {name} requires grad, and its gradient would be lost: make it a parameter"
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphcap._tensors import CallSpec
+from graphcap._time_hooks import NO_HOOKS, TimeHooks
 from graphcap.config import CaptureConfig
 from graphcap.errors import CutError, PlanError
 from graphcap.order import Order, SlotMap, assign_slots
@@ -79,7 +80,9 @@ class CapturePlan:
 
     parts: every part of every chunk, in order. breaks: the EAGER ones. slots: how many sets of static buffers.
     graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1). static_bytes: memory that
-    the static buffers take, known once recording is done (0 before).
+    the static buffers take, known once recording is done (0 before); shared_bytes: what it would be more if every
+    microbatch had buffers of its own. hooks: what runs around warm-up and recording. alias_parameters: ids of parameters
+    whose gradient is handed out as the static buffer itself.
     """
 
     units: tuple[UnitPlan, ...]
@@ -89,6 +92,9 @@ class CapturePlan:
     config: CaptureConfig
     strict: bool
     static_bytes: int = 0
+    shared_bytes: int = 0
+    hooks: TimeHooks = NO_HOOKS
+    alias_parameters: frozenset[int] = frozenset()
 
     @property
     def parts(self) -> tuple[PartPlan, ...]:
@@ -191,6 +197,8 @@ def build_callables(
     *,
     given_order: bool,
     share_slots: bool,
+    hooks: TimeHooks = NO_HOOKS,
+    alias_parameters: frozenset[int] = frozenset(),
 ) -> CapturePlan:
     """The plan of `make_graphed_callables`: one unit per callable; `samples[order.flat_index(chunk, microbatch, layer)]`.
 
@@ -210,7 +218,16 @@ def build_callables(
         for layer in range(count):
             units.append(_callable_unit(callables[index], chunk, layer, samples, specs, order, slot_map))
             index += 1
-    return CapturePlan(tuple(units), order, given_order, slot_map, config, strict=False)
+    return CapturePlan(
+        tuple(units),
+        order,
+        given_order,
+        slot_map,
+        config,
+        strict=False,
+        hooks=hooks,
+        alias_parameters=alias_parameters,
+    )
 
 
 def _callable_unit(
@@ -243,7 +260,8 @@ def _program(layers: Layers) -> tuple[Layers, Program]:
     """What an eager run calls, and the program to capture."""
     if len(layers) > 1 or not isinstance(layers[0], torch.nn.Module):
         return layers, flatten(layers)
-    forward = layers[0].forward  # bound now: the drop-in replaces the attribute later
+    # Bound now: the drop-in replaces the attribute later. It may have done so already: then what it replaced.
+    forward = getattr(layers[0].forward, "graphcap_own", layers[0].forward)
     return (forward,), flatten(layers if isinstance(layers[0], PartialLayer) else (forward,))
 
 

@@ -6,17 +6,21 @@ arriving gradients, replays and hands out gradients that nobody else owns. Eager
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from graphcap import _delayed
 from graphcap import _torch_private as private
-from graphcap._capture import BackwardGraph, CaptureSet, GraphSet, PartGraphs
-from graphcap._parts import OutIndex, distinct_tensors, entry_values
-from graphcap._plan import PartPlan
+from graphcap._capture_set import BackwardGraph, CaptureSet, GraphSet, PartGraphs
+from graphcap._copies import Copies, fresh, memory_of
+from graphcap._eager_part import run_eager
+from graphcap._facts import PartFacts, Pattern
+from graphcap._flight import Flight, Side, Slot
+from graphcap._guards import Parameters
+from graphcap._parts import OutIndex, entry_values
 from graphcap._tensors import (
     Getter,
     Structure,
@@ -24,74 +28,12 @@ from graphcap._tensors import (
     flatten,
     getters,
     overlaps,
-    same_constant,
     static_copy,
     unflatten,
 )
-from graphcap._warmup import PartFacts, Pattern, dense_strides
-from graphcap.errors import InFlightError, InputMismatch, ReplayError, StateError
+from graphcap._warmup import dense_strides
+from graphcap.errors import InputMismatch, ReplayError, StateError
 from graphcap.order import Phase
-from graphcap.partial_layer import NOTHING, run_call
-
-
-class Flight:
-    """One forward whose backward is still to come. The slot refers to it weakly: when the last autograd node that holds
-    it is gone (the caller dropped the result), the slot is free."""
-
-    __slots__ = ("__weakref__", "done", "ending", "finished", "generation", "input_results", "on_finish", "phase")
-
-    def __init__(self, generation: int, on_finish: Callable[[], None]) -> None:
-        self.generation = generation
-        self.phase = Phase.B
-        self.finished = self.ending = False
-        self.done: set[tuple[int, Phase]] = set()
-        self.input_results: dict[int, list[torch.Tensor | None]] = {}
-        self.on_finish = on_finish
-
-    def finish_after_backward(self) -> None:
-        """The running backward pass is the last one, whichever parts it reaches."""
-        if not self.ending:
-            self.ending = True
-            private.after_backward(self.finish)
-
-    def finish(self) -> None:
-        if not self.finished:
-            self.finished = True
-            self.on_finish()
-
-
-@dataclass(slots=True)
-class Slot:
-    """The life of one set of static buffers."""
-
-    number: int
-    generation: int = 0
-    flight: weakref.ref[Flight] | None = None
-    holder: tuple[str, int] = ("", 0)  # title of the unit, microbatch: words only where an error needs them
-
-    def in_flight(self) -> bool:
-        flight = None if self.flight is None else self.flight()
-        return flight is not None and not flight.finished
-
-    def was_dropped(self) -> bool:
-        return self.flight is not None and self.flight() is None
-
-    def require_free(self, title: str, microbatch: int) -> None:
-        if self.in_flight():
-            raise InFlightError(
-                f"{title}, microbatch {microbatch} needs slot {self.number}, but the forward of {self.holder[0]}, "
-                f"microbatch {self.holder[1]} is still in flight there: its backward has not run and its result is alive. "
-                "Run that backward, drop the result, call reset(), or capture with an order that has more microbatches in "
-                "flight"
-            )
-
-    def take(self, holder: tuple[str, int], on_finish: Callable[[], None]) -> Flight:
-        flight = Flight(self.generation, on_finish)
-        self.flight, self.holder = weakref.ref(flight), holder
-        return flight
-
-    def release(self) -> None:
-        self.flight = None
 
 
 class _PartNode(torch.autograd.Function):
@@ -99,7 +41,7 @@ class _PartNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bound: BoundPart, flight: Flight, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = bound.run(tensors)
+        outputs = bound.run(tensors, flight.side)
         ctx.bound, ctx.flight = bound, flight
         ctx.set_materialize_grads(False)
         if bound.undifferentiable:
@@ -117,54 +59,6 @@ class _PartNode(torch.autograd.Function):
 
 
 _apply_node = private.node_apply(_PartNode)
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """A static tensor to copy into: its compact view, its strides, where it lies, and whether copies may be left out."""
-
-    place: int
-    static: torch.Tensor
-    strides: tuple[int, ...]
-    address: int
-    storage: int
-    expanded: bool
-
-
-class _Copies:
-    """Fills a group of static tensors: what lies in its place already is left, the others go in one copy."""
-
-    __slots__ = ("memories", "storages")
-
-    def __init__(self, memories: Sequence[_Memory]) -> None:
-        self.memories = tuple(memories)
-        self.storages = frozenset(memory.storage for memory in memories)
-
-    def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """`tensors[memory.place]` into every memory; a missing one is zeroed."""
-        targets, sources = [], []
-        for memory in self.memories:
-            source = tensors[memory.place]
-            if source is None:
-                memory.static.zero_()
-                continue
-            if source.layout is not torch.strided:
-                raise InputMismatch(
-                    f"a gradient with the layout {source.layout} arrived; only dense gradients can be copied into a static "
-                    "buffer (embedding(sparse=True) in an eager part?)"
-                )
-            if source.data_ptr() == memory.address and (memory.expanded or source.stride() == memory.strides):
-                continue
-            if memory.expanded:
-                source = _like(source, memory.static)
-            if source.untyped_storage().data_ptr() in self.storages and source.numel():
-                source = source.clone()  # an aliased output that comes back may lie in what is written here
-            targets.append(memory.static)
-            sources.append(source)
-        if len(targets) == 1:
-            targets[0].copy_(sources[0])
-        elif targets:
-            torch._foreach_copy_(targets, sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,14 +91,24 @@ class BoundPart:
     def __init__(self, graphs: PartGraphs, index: int, slot: Slot, capture: CaptureSet, alias_outputs: bool) -> None:
         self.graphs, self.facts, self.index, self.slot = graphs, graphs.facts, index, slot
         self.retain = capture.plan.config.retain_graph
-        self.alias_gradients = capture.plan.config.grads == "alias"
         linked = graphs.linked
-        self.incoming = _Copies([_memory(n, static) for n, static in enumerate(graphs.inputs) if not linked[n]])
-        self.arriving = _Copies(
-            [_memory(n, g) for n, g in zip(self.facts.grad_outputs, graphs.grad_outputs, strict=False)]
+        self.incoming = Copies([memory_of(n, static) for n, static in enumerate(graphs.inputs) if not linked[n]])
+        self.arriving = Copies(
+            [memory_of(n, g) for n, g in zip(self.facts.grad_outputs, graphs.grad_outputs, strict=False)]
         )
         self.leaving = frozenset() if alias_outputs else _leaving(self.facts)
-        real = capture.parameters.real
+        real = self._real = capture.parameters.real
+        deliveries = () if self.facts.delayed is None else self.facts.delayed.deliveries
+        self.aliased = frozenset(
+            i
+            for i in (*self.facts.parameters, *(delivery.index for delivery in deliveries))
+            if capture.plan.config.grads == "alias" or id(real[i]) in capture.plan.alias_parameters
+        )
+        self._main_grads = [
+            (real[i], grad, grad.data_ptr(), capture.parameters.names[i])
+            for i in self._touched(capture.parameters)
+            if isinstance(grad := getattr(real[i], "main_grad", None), torch.Tensor) and i not in capture.buffers
+        ]
         self.returned = [real[i] for i in self.facts.parameters if i not in capture.buffers]
         self.added = [
             _Added(
@@ -226,16 +130,22 @@ class BoundPart:
         self._width = len(self.facts.reads) + len(self.returned) + bool(self.added)
         self._returned_at = [n for n, i in enumerate(self.facts.parameters) if i not in capture.buffers]
         self._grad_places = self.facts.grad_outputs
+        self.is_last = False  # whether nothing of the unit comes after it
         self._reach: list[tuple[int, str, tuple[Getter, ...]]] | None = None
         self._made_names = _bare_makes(self.facts)
         self._choices: dict[tuple[Phase, Pattern], _Choice] = {}
 
     # ------------------------------------------------------------------------------------------------------ forward
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(self, tensors: Sequence[torch.Tensor], side: Side | None) -> tuple[torch.Tensor, ...]:
         """Copy in, replay, and give the static outputs as new tensor objects (copies where they leave as copies)."""
+        if self.slot.tail is not None:
+            self.slot.settle()
         self.incoming.fill(tensors)
-        self.graphs.forward.replay()
+        if side is None:
+            self.graphs.forward.replay()
+        else:
+            self.slot.tail = side.replay(self.graphs.forward, whole=not self.is_last)
         if not self.leaving:
             return tuple([static.detach() for static in self.graphs.outputs])
         return tuple(
@@ -243,11 +153,11 @@ class BoundPart:
             for place, static in enumerate(self.graphs.outputs)
         )
 
-    def call(self, env: dict[str, Any], flight: Flight | None, anchor: torch.Tensor) -> None:
+    def call(self, env: dict[str, Any], flight: Flight | None, anchor: torch.Tensor, side: Side | None) -> None:
         tensors = self._gather(env)
         if flight is None:
             with torch.no_grad():
-                outputs = self.run(tensors)
+                outputs = self.run(tensors, side)
         else:
             if self.added and not any(tensor.requires_grad for tensor in tensors):
                 outputs = _apply_node(self, flight, *tensors, *self.returned, anchor)  # else there would be no node
@@ -317,7 +227,9 @@ class BoundPart:
     def backward(self, flight: Flight, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Replay the backward for the gradients that arrived; one result per input of the node."""
         phase = flight.phase
-        if phase is Phase.W and (self.index, Phase.I) not in flight.done:
+        if flight.hold is not None:
+            phase = Phase.B  # what is put off is no business of autograd's
+        elif phase is Phase.W and (self.index, Phase.I) not in flight.done:
             phase = Phase.B  # no input gradient was asked of this part, so nothing is there to build on
         pattern = tuple([gradients[place] is not None for place in self._grad_places])
         if True not in pattern:
@@ -327,18 +239,35 @@ class BoundPart:
         if phase is not Phase.W:
             if choice.graph is None:
                 return [None] * self._width
+            if self.slot.tail is not None:
+                self.slot.settle()
             self.arriving.fill(gradients)
+        if self._main_grads:
+            self._require_main_grads()
         if phase is not Phase.I:
             if self.added:
                 self._bind_buffers(choice.reached)
-            flight.finish_after_backward()
+            if flight.hold is None:
+                flight.finish_after_backward()
         if choice.graph is not None:  # a part without parameters has nothing to do in a W step but to hand on
-            choice.graph.graph.replay()
+            self._replay(choice.graph, flight)
         results = self._results(flight, phase, choice)
         flight.done.add((self.index, phase))
+        if flight.hold is not None and choice.graph is not None:
+            flight.chosen[self.index] = choice.graph.pattern
+            flight.hold(flight)
         if self.added and phase is not Phase.I:
             self._fire_hooks(choice.reached)
         return results
+
+    def _replay(self, graph: BackwardGraph, flight: Flight) -> None:
+        """Replay, and do what the Python of the backward does to parameters. The results are read at once: all of it."""
+        if flight.side is None:
+            graph.graph.replay()
+        else:
+            flight.side.replay(graph.graph, whole=True)
+        for index, name, value in graph.marks:
+            setattr(self._real[index], name, value)
 
     def _require_valid(self, flight: Flight, phase: Phase) -> None:
         if flight.generation != self.slot.generation:
@@ -392,7 +321,7 @@ class BoundPart:
             if begin + at in held:
                 packed.append((place, begin + at))
             else:
-                (kept if self.alias_gradients else copied).append((place, gradient))
+                (kept if self.facts.parameters[at] in self.aliased else copied).append((place, gradient))
         return kept, copied, packed
 
     def _results(self, flight: Flight, phase: Phase, choice: _Choice) -> list[torch.Tensor | None]:
@@ -418,6 +347,52 @@ class BoundPart:
         if phase is Phase.I:
             flight.input_results[self.index] = results[:reads]
         return results
+
+    # -------------------------------------------------------------------------------------- delayed weight gradients
+
+    def _touched(self, parameters: Parameters) -> set[int]:
+        """The parameters whose main_grad this part's backward, or backward_dw(), may add into."""
+        owners = () if self.facts.delayed is None else self.facts.delayed.owners
+        indices = {parameters.index_of(parameter) for owner in owners for parameter in owner.parameters()}
+        return {*self.facts.parameters, *(index for index in indices if index is not None)}
+
+    def weight_grad(self, flight: Flight) -> None:
+        """Replay `backward_dw()`, leave the gradients where it leaves them, and tell who waits for them."""
+        delayed = self.facts.delayed
+        if delayed is None or (self.index, Phase.B) not in flight.done:
+            return
+        self._require_valid(flight, Phase.W)
+        self._require_main_grads()
+        pattern = flight.chosen[self.index]
+        graph = next(graph for graph in self.graphs.backward[Phase.W] if graph.pattern == pattern)
+        self._replay(graph, flight)
+        for delivery, gradient in zip(delayed.deliveries, graph.results, strict=True):
+            assert gradient is not None
+            self._deliver(delivery, gradient)
+        flight.done.add((self.index, Phase.W))
+        for owner in delayed.owners:
+            _delayed.fire(owner)
+
+    def _deliver(self, delivery: _delayed.Delivery, gradient: torch.Tensor) -> None:
+        real = self._real[delivery.index]
+        if real.grad is not None and delivery.mode == "keep":
+            return
+        if real.grad is not None and delivery.mode == "add":
+            with torch.no_grad():
+                real.grad.add_(gradient)
+            return
+        real.grad = gradient.detach() if delivery.index in self.aliased else gradient.clone()
+
+    def _require_main_grads(self) -> None:
+        for parameter, grad, address, name in self._main_grads:
+            now = getattr(parameter, "main_grad", None)
+            if now is not grad or grad.data_ptr() != address:
+                raise StateError(
+                    f"{name}.main_grad is another tensor, or lies elsewhere, than at capture, and the graph may add into "
+                    "the old one: keep the buffer and zero it in place, or capture again"
+                )
+
+    # ------------------------------------------------------------------------------------------- grads="accumulate"
 
     def _bind_buffers(self, reached: frozenset[int]) -> None:
         """grads="accumulate": `.grad` is the buffer that the graph adds into, or becomes it again, zeroed; where no
@@ -474,27 +449,6 @@ class BoundPart:
                     hook(entry.parameter)
 
 
-def _memory(place: int, static: torch.Tensor) -> _Memory:
-    core = compact(static)
-    storage = static.untyped_storage().data_ptr()
-    return _Memory(place, core, core.stride(), static.data_ptr(), storage, core.shape != static.shape)
-
-
-def _like(tensor: torch.Tensor, core: torch.Tensor) -> torch.Tensor:
-    """The part of an expanded tensor that `core` (size 1 where expanded) holds."""
-    for dim, size in enumerate(core.shape):
-        if tensor.shape[dim] != size:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def fresh(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies on memory of their own. On a GPU one kernel copies many: x * 1 has the bits of x."""
-    if len(tensors) > 1 and tensors[0].is_cuda and all(t.is_floating_point() for t in tensors):
-        return list(torch._foreach_mul(list(tensors), 1))
-    return [tensor.clone() for tensor in tensors]
-
-
 def _bare_makes(facts: PartFacts) -> list[tuple[str, int]] | None:
     """(name, place) where every value that a part makes is one tensor; else None."""
     if any(child.kind is not None for child in facts.make_structure.children):
@@ -533,8 +487,10 @@ class BoundSet:
             None if graphs is None else BoundPart(graphs, index, slot, capture, alias)
             for index, graphs in enumerate(graph_set.parts)
         ]
-        differentiable = [part for part in self.parts if part is not None and part.facts.differentiable]
-        self.has_backward = bool(differentiable)
+        graphed = [part for part in self.parts if part is not None]
+        for part in graphed[-1:]:
+            part.is_last = part.index == len(self.parts) - 1
+        self.has_backward = any(part.facts.differentiable for part in graphed)
         self._static = {
             tensor.untyped_storage().data_ptr()
             for part in self.parts
@@ -543,7 +499,12 @@ class BoundSet:
         }
 
     def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], flight: Flight | None, anchor: torch.Tensor
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        flight: Flight | None,
+        anchor: torch.Tensor,
+        side: Side | None = None,
     ) -> Any:
         """The outputs of the unit for checked arguments. Raises InputMismatch if an eager part's results differ."""
         env = entry_values(self.unit, args, kwargs)
@@ -551,9 +512,19 @@ class BoundSet:
             if bound is None:
                 run_eager(part, facts, env)
             else:
-                bound.call(env, flight if bound.facts.differentiable else None, anchor)
+                bound.call(env, flight if bound.facts.differentiable else None, anchor, side)
         value = self.unit.program.result(env)
         return value if self.alias else self._owned(value)
+
+    def weight_grad(self, flight: Flight) -> None:
+        """What `backward_dw()` of the unit's modules would do after this flight's backward, the last part first. Modules
+        of eager parts ran as Python, and so does their put-off work."""
+        for facts, bound in zip(reversed(self.facts.parts), reversed(self.parts), strict=True):
+            if bound is not None:
+                bound.weight_grad(flight)
+            elif facts.delayed is not None:
+                for owner in facts.delayed.owners:
+                    _delayed.run(owner)
 
     def _owned(self, value: Any) -> Any:
         """Copies of what still lies in static memory (values that are also read inside, or pass through)."""
@@ -569,48 +540,3 @@ class BoundSet:
 
     def _is_static(self, tensor: torch.Tensor) -> bool:
         return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in self._static
-
-
-def run_eager(part: PartPlan, facts: PartFacts, env: dict[str, Any]) -> None:
-    """Run an eager part as it is, and check that what it made is what the next graph expects."""
-    scope = {NOTHING: None, **{name: env[name] for name in part.reads}}
-    for call in part.calls:
-        run_call(call, scope)
-    makes = [scope[name] for name in part.makes]
-    leaves, structure = flatten(makes)
-    if structure != facts.make_structure:
-        raise InputMismatch(f"eager part {part.name} returned another structure than at capture")
-    for number, (leaf, expected) in enumerate(zip(leaves, facts.make_leaves, strict=True)):
-        problem = _output_problem(leaf, expected, facts)
-        if problem:
-            raise InputMismatch(
-                f"eager part {part.name}, output {number}: {problem}. What crosses a break must have a static shape and "
-                "value: let the eager part contain whatever changes"
-            )
-    _require_identity(part, facts, distinct_tensors([env[name] for name in part.reads]), leaves)
-    env.update(zip(part.makes, makes, strict=True))
-
-
-def _require_identity(part: PartPlan, facts: PartFacts, came: list[torch.Tensor], leaves: list[Any]) -> None:
-    """A tensor under two names gets the sum of both gradients in another order than two tensors do."""
-    numbers = {id(tensor): number for number, tensor in enumerate(came)}
-    for leaf, expected in zip(leaves, facts.make_leaves, strict=True):
-        if isinstance(expected, OutIndex) and leaf.requires_grad:
-            now, then = numbers.get(id(leaf)), facts.returned[expected.place]
-            if now != then:
-                what = ("the very tensor that it read", "a new tensor")
-                raise InputMismatch(
-                    f"eager part {part.name} returned {what[now is None]}, but {what[then is None]} at capture: gradients "
-                    "would be added in another order than eager's. Return a new tensor always (x.view_as(x) is one)"
-                )
-
-
-def _output_problem(leaf: Any, expected: Any, facts: PartFacts) -> str | None:
-    if isinstance(expected, OutIndex):
-        if not isinstance(leaf, torch.Tensor):
-            return f"expected a tensor ({facts.made[expected.place]}), got {leaf!r}"
-        spec = facts.made[expected.place]
-        return spec.difference(leaf, strict=False, grad_mode=torch.is_grad_enabled())
-    if isinstance(leaf, torch.Tensor):
-        return f"expected {expected!r}, got a tensor"
-    return None if same_constant(expected, leaf) else f"expected {expected!r}, got {leaf!r}"

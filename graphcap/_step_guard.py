@@ -126,7 +126,7 @@ class StepGuard:
         known = {*table, *(key for owner, key in changing if owner == id(module))}
         self._names.append(_Table(table, len(table), known, module, path))
         for key, value in table.items():
-            if key not in MODULE_TABLES and (id(module), key) not in changing and not (key == "forward" and _is_ours(value)):
+            if key not in MODULE_TABLES and (id(module), key) not in changing and not _is_ours(key, value):
                 self._watch_value(table, key, _join(path, key), value)
 
     def _watch_value(self, table: dict[Any, Any], key: Any, name: str, value: Any, depth: int = 0) -> None:
@@ -208,7 +208,7 @@ class StepGuard:
     def _check_each(self) -> None:
         for table, key, name, value in self._constants:
             now = table.get(key)
-            if now is not value and not _same(now, value) and not (key == "forward" and _is_ours(now)):
+            if now is not value and not _same(now, value) and not _is_ours(key, now):
                 raise _changed(name, f"was {_short(value)} at capture and is {_short(now)} now")
         for container, size, name in self._sizes:
             if len(container) != size:
@@ -250,7 +250,7 @@ class StepGuard:
                 continue
             if not hasattr(type(names.module), key):
                 names.known.add(key)
-            elif not (key == "forward" and _is_ours(value)):
+            elif not _is_ours(key, value):
                 what = f"was set on the instance ({_short(value)}) and hides {type(names.module).__name__}.{key} now"
                 raise _changed(_join(names.path, key), what)
         names.count = len(names.table)
@@ -299,9 +299,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _is_ours(value: Any) -> bool:
-    """A `forward` that graphcap put there: around the graph for hooks, or by the drop-in."""
-    return str(getattr(value, "__module__", "")).startswith("graphcap.")
+def _is_ours(key: Any, value: Any) -> bool:
+    """A `forward` that graphcap put there, around the graph for hooks, or what the drop-in puts there."""
+    put_there = key in ("forward", "backward_dw", "reset")
+    return put_there and str(getattr(value, "__module__", "")).startswith("graphcap.")
 
 
 def _hook_count(module: nn.Module) -> int:

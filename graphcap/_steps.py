@@ -29,6 +29,7 @@ class HasPhase(Protocol):
 
 
 CallChunk = Callable[[Step, tuple[Any, ...], dict[str, Any]], tuple[Any, HasPhase | None]]
+WeightWork = Callable[[int], Callable[[Step], None] | None]  # of a chunk: what does its delayed weight gradients, if any
 
 
 class _Outgoing(torch.autograd.Function):
@@ -64,10 +65,14 @@ class _Live:
 
 
 class Steps:
-    """Runs steps in the order's sequence; `call` runs one chunk's forward."""
+    """Runs steps in the order's sequence; `call` runs one chunk's forward.
 
-    def __init__(self, order: Order, call: CallChunk) -> None:
-        self.order, self._call = order, call
+    Where modules of a chunk delay weight gradients (`weight_work`), its I step is the whole backward, in which they put
+    work off, and its W step does that work; else I and W are autograd's backward in halves.
+    """
+
+    def __init__(self, order: Order, call: CallChunk, weight_work: WeightWork = lambda chunk: None) -> None:
+        self.order, self._call, self._weight_work = order, call, weight_work
         self.cursor = 0
         self._live: dict[tuple[int, int], _Live] = {}
 
@@ -114,6 +119,9 @@ class Steps:
         self._set_phase(live, Phase.B)
         if outputs:
             torch.autograd.backward(outputs, arrived)
+            work = self._weight_work(step.chunk)
+            if work is not None:
+                work(step)
         self._close(step, live)
         return tuple(None if leaf is None else leaf.grad for leaf in live.inputs)
 
@@ -125,6 +133,11 @@ class Steps:
         live = self._waiting(step)
         outputs, arrived = self._starts(step, live, gradients)
         live.gradients = list(gradients)
+        if self._weight_work(step.chunk) is not None:
+            if outputs:
+                torch.autograd.backward(outputs, arrived)
+            self._advance()
+            return tuple(None if leaf is None else leaf.grad for leaf in live.inputs)
         wanted = [leaf for leaf in live.inputs if leaf is not None]
         self._set_phase(live, Phase.I)
         found: list[torch.Tensor | None] = []
@@ -140,7 +153,10 @@ class Steps:
         live = self._waiting(step)
         outputs, arrived = self._starts(step, live, tuple(live.gradients or ()))
         self._set_phase(live, Phase.W)
-        if outputs:
+        work = self._weight_work(step.chunk)
+        if work is not None and outputs:
+            work(step)
+        elif outputs:
             torch.autograd.backward(outputs, arrived)
         self._close(step, live)
 

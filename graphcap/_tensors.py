@@ -391,6 +391,24 @@ class CallSpec:
         return None
 
 
+def call_args(value: Any) -> tuple[Any, ...]:
+    """Sample arguments as a tuple; one tensor stands for itself."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if not isinstance(value, tuple | list):
+        raise SampleError(f"sample_args: expected a tuple of arguments, got {type(value).__name__}")
+    return tuple(value)
+
+
+def call_kwargs(value: Any) -> dict[str, Any]:
+    """Sample keywords as a dict of their own."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise SampleError(f"sample_kwargs: expected a dict with names as keys, got {type(value).__name__}")
+    return dict(value)
+
+
 def call_names(structure: Structure) -> tuple[str, ...]:
     positional, keyword = structure.children
     names = [name for i, child in enumerate(positional.children) for name in paths(child, f"argument {i}")]

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
-from graphcap import _guards
+from graphcap import _delayed, _guards
 from graphcap._crossings import Crossings
+from graphcap._facts import Leaf
+from graphcap._facts import PartFacts as PartFacts
+from graphcap._facts import Pattern as Pattern
+from graphcap._facts import UnitFacts as UnitFacts
+from graphcap._facts import WarmupFacts as WarmupFacts
 from graphcap._parts import (
     OutIndex,
     Running,
@@ -31,160 +35,144 @@ from graphcap._parts import (
     sample_copies,
 )
 from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys
-from graphcap._tensors import Structure, TensorSpec, flatten, same_constant, static_copy, tensors_of
+from graphcap._tensors import TensorSpec, flatten, same_constant, static_copy, tensors_of
 from graphcap.backends.base import Backend
 from graphcap.errors import CutError, GraphcapError, SampleError, WarmupError
+from graphcap.order import Phase
 from graphcap.partial_layer import EAGER, GRAPHED, Opened, PartialLayer, PartKind
-
-Pattern = tuple[bool, ...]  # per differentiable output of a part: does a gradient arrive
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One tensor that comes into a part: its spec, and where it was made (part and output number), if by a part."""
-
-    spec: TensorSpec
-    source: tuple[int, int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class PartFacts:
-    """What was seen of one part.
-
-    reads: the tensors that come in, each object once; read_index: for every tensor leaf of the part's values, its place
-    in `reads`. made: TensorSpecs (each tensor object once) that go out; make_leaves: for every leaf of `makes`, its place
-    in `made`, or the constant. patterns: which outputs get gradients, one entry per way in which the caller may start a
-    backward, the usual one first. grad_strides: those with which the gradient of each differentiable output arrives,
-    since kernels, and so bits, depend on them. grad_inputs, parameters: which of `reads`, and which parameters (indices
-    into Parameters), get a gradient here. reach[i]: which results (inputs, then parameters) output i leads to.
-    repeated, cast: parameters that are used more than once here, that are converted to another dtype here. returned[i]:
-    the place in `reads` of the tensor that an eager part hands on as it came, where output i is one.
-    values: copies of what an eager part made, so that recording runs on real values.
-    """
-
-    part: PartPlan
-    read_structure: Structure
-    read_constants: tuple[Any, ...]
-    read_index: tuple[int, ...]
-    reads: tuple[Leaf, ...]
-    make_structure: Structure
-    make_leaves: tuple[Any, ...]
-    made: tuple[TensorSpec, ...]
-    patterns: tuple[Pattern, ...]
-    grad_strides: tuple[tuple[int, ...], ...]
-    grad_inputs: tuple[int, ...]
-    parameters: tuple[int, ...]
-    reach: tuple[frozenset[int], ...]
-    repeated: tuple[int, ...]
-    cast: tuple[int, ...]
-    returned: tuple[int | None, ...]
-    values: tuple[torch.Tensor, ...] = ()
-
-    @property
-    def differentiable(self) -> bool:
-        return bool(self.grad_inputs or self.parameters)
-
-    @property
-    def grad_outputs(self) -> tuple[int, ...]:
-        """The places in `made` of the outputs that require grad."""
-        return tuple(i for i, spec in enumerate(self.made) if spec.requires_grad)
-
-
-@dataclass(frozen=True, slots=True)
-class UnitFacts:
-    """What was seen of one unit with one signature of arguments.
-
-    graphed_modules, eager_modules: ids of the modules that parts of each kind called. read_addresses: of the tensors that
-    graphed parts of a declared cut read. changed_by_eager: attributes (id of the module, name) that EAGER parts changed.
-    """
-
-    unit: UnitPlan
-    parts: tuple[PartFacts, ...]
-    grad: bool
-    reentrant: bool
-    graphed_modules: frozenset[int]
-    eager_modules: frozenset[int]
-    used_parameters: frozenset[int]
-    read_addresses: frozenset[int]
-    changed_by_eager: frozenset[tuple[int, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class WarmupFacts:
-    """What warm-up found: facts per unit and graph set."""
-
-    plan: CapturePlan
-    parameters: _guards.Parameters
-    units: tuple[tuple[UnitFacts, ...], ...]  # [unit][graph set]
 
 
 def run(plan: CapturePlan, backend: Backend, parameters: _guards.Parameters) -> WarmupFacts:
     """Warm up every unit with every signature it will be captured with; the caller keeps and restores state."""
-    units = []
-    for unit in plan.units:
+    units: list[list[_UnitRuns]] = []
+    for number, unit in enumerate(plan.units):
         keys = signature_keys([sample.spec for sample in unit.samples])
-        known: dict[int, UnitFacts] = {}
+        known: dict[int, _UnitRuns] = {}
         for key, sample in zip(keys, unit.samples, strict=True):
-            if key not in known:
-                known[key] = _unit_facts(plan, unit, sample, parameters)
-        units.append(tuple(known[key] for key in keys))
-    facts = WarmupFacts(plan, parameters, tuple(units))
+            known.setdefault(key, _UnitRuns(plan, number, sample, parameters))
+        units.append([known[key] for key in keys])
+    with plan.hooks.warmup():
+        if plan.hooks.watches_runs:
+            _along_the_order(plan, units, parameters)
+        else:
+            for runs in (runs for sets in units for runs in dict.fromkeys(sets)):
+                for _ in range(runs.count):
+                    runs.forward()
+                    runs.backward()
+    facts = WarmupFacts(plan, parameters, tuple(tuple(runs.facts() for runs in sets) for sets in units))
     _refuse_ambiguous_sums(facts)
     _refuse_shared_casts(facts)
     return facts
 
 
-def _unit_facts(
-    plan: CapturePlan, unit: UnitPlan, sample: Sample, parameters: _guards.Parameters
-) -> UnitFacts:
-    grad = plan.order.training and torch.is_grad_enabled()
-    modules = _guards.modules_of(unit.layers)
-    reentrant = False
-    previous: list[PartFacts] | None = None
-    changed: set[tuple[int, str]] = set()
-    for iteration in range(plan.config.warmup):
-        last = iteration == plan.config.warmup - 1
+def _along_the_order(
+    plan: CapturePlan, units: Sequence[Sequence[_UnitRuns]], parameters: _guards.Parameters
+) -> None:
+    """Every microbatch of every unit in the sequence of the order, as often as warm-up runs: what hooks can see of TE's
+    warm-up. Those that `units` has nothing of are run for the hooks alone."""
+    runs: dict[tuple[int, int], _UnitRuns] = {}
+    for number, unit in enumerate(plan.units):
+        for microbatch in range(plan.order.microbatches):
+            own = units[number][unit.set_of[microbatch]]
+            sample = unit.samples[unit.set_of[microbatch]]
+            taken = any(own is known for known in runs.values())
+            runs[number, microbatch] = _UnitRuns(plan, number, sample, parameters) if taken else own
+    for _ in range(max(run.count for run in runs.values())):
+        for step in plan.order:
+            numbers = [number for number, unit in enumerate(plan.units) if unit.chunk == step.chunk]
+            if step.phase is Phase.F:
+                for number in numbers:
+                    runs[number, step.microbatch].forward()
+            elif step.phase is not Phase.W:
+                for number in reversed(numbers):
+                    runs[number, step.microbatch].backward()
+        if not plan.order.training:
+            for run in runs.values():
+                run.backward()
+
+
+class _UnitRuns:
+    """The warm-up runs of one unit with one signature of arguments."""
+
+    def __init__(self, plan: CapturePlan, number: int, sample: Sample, parameters: _guards.Parameters) -> None:
+        self.plan, self.number, self.unit, self.sample = plan, number, plan.units[number], sample
+        self.parameters = parameters
+        self.modules = _guards.modules_of(self.unit.layers)
+        self.grad = plan.order.training and torch.is_grad_enabled()
+        self.trial = _delayed.Trial(_delayed.owners_of(self.modules) if self.grad else ())
+        self.count = max(plan.config.warmup, 2) if self.trial.owners else plan.config.warmup
+        self._done = self._waiting = 0
+        self._reentrant = False
+        self._seen: _Pass | None = None
+        self._facts: list[PartFacts] | None = None
+        self._changed: set[tuple[int, str]] = set()
+
+    def forward(self) -> None:
+        top = self.unit.layers[0]
+        with self._told(), self.plan.hooks.forward(self.number, top):
+            self._seen = _Pass(
+                self.unit, self.sample, self.parameters, self.grad, self.modules, self._reentrant, self.trial
+            )
+            self._waiting = _delayed.pending(self.trial.owners)
+            self._seen.forward(watch=self._done > 0)
+
+    def backward(self) -> None:
+        """The backward of the last forward (without gradients: only what was seen of it)."""
+        assert self._seen is not None
+        self.trial.probing = self._done == self.count - 1
+        with self._told():
+            with self.plan.hooks.backward(self.number, self.unit.layers[0]) if self.grad else nullcontext():
+                facts, self._reentrant = self._seen.backward(keep_values=self.trial.probing)
+            self._changed |= self._seen.changed_by_eager
+        if _delayed.pending(self.trial.owners) > self._waiting:
+            raise CutError(
+                f"{self.unit.title}: a module put a weight gradient off that its backward_dw() has not run: it was called "
+                "otherwise than as a module (module.forward(x)?), or more than once. Call it once, as module(x)"
+            )
+        if self._facts is not None:
+            _refuse_change(self._facts, facts)
+        self._facts = facts
+        self._done += 1
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
         try:
-            seen = _Pass(unit, sample, parameters, grad, modules, reentrant)
-            seen.forward(watch=iteration > 0)
-            facts, reentrant = seen.backward(keep_values=last)
-            changed |= seen.changed_by_eager
+            yield
         except GraphcapError:
             raise
         except Exception as error:
             what = "ran out of memory" if isinstance(error, torch.OutOfMemoryError) else "failed"
             raise WarmupError(
-                f"warm-up run {iteration + 1} of {plan.config.warmup} of {unit.title} {what}: "
-                f"{type(error).__name__}: {error}"
+                f"warm-up run {self._done + 1} of {self.count} of {self.unit.title} {what}: {type(error).__name__}: {error}"
             ) from error
-        if previous is not None:
-            _refuse_change(previous, facts)
-        previous = facts
-    assert previous is not None
-    graphed, eager, used = seen.graphed_modules, seen.eager_modules, frozenset(seen.used_parameters)
-    read: set[int] = set()
-    if unit.program.trace is None and any(part.kind is not GRAPHED for part in unit.parts):
-        reads = _observed(unit, sample, parameters, grad, modules)
-        read = reads[GRAPHED]
-        eager = eager | _holders(modules, reads[EAGER] - read)
-    return UnitFacts(
-        unit,
-        tuple(previous),
-        grad,
-        reentrant,
-        frozenset(graphed),
-        frozenset(eager),
-        used,
-        frozenset(read),
-        frozenset(changed),
-    )
+
+    def facts(self) -> UnitFacts:
+        seen, unit = self._seen, self.unit
+        assert seen is not None
+        assert self._facts is not None
+        eager, read = seen.eager_modules, set[int]()
+        if unit.program.trace is None and any(part.kind is not GRAPHED for part in unit.parts):
+            reads = _observed(unit, self.sample, self.parameters, self.grad, self.modules)
+            read = reads[GRAPHED]
+            eager = eager | _holders(self.modules, reads[EAGER] - read)
+        return UnitFacts(
+            unit,
+            tuple(self._facts),
+            self.grad,
+            self._reentrant,
+            frozenset(seen.graphed_modules),
+            frozenset(eager),
+            frozenset(seen.used_parameters),
+            frozenset(read),
+            frozenset(self._changed),
+        )
 
 
 def _observed(
     unit: UnitPlan, sample: Sample, parameters: _guards.Parameters, grad: bool, modules: Sequence[torch.nn.Module]
 ) -> dict[PartKind, set[int]]:
     """One more forward, for detector D2; which addresses each kind of part reads."""
-    run = _Pass(unit, sample, parameters, grad, modules, reentrant=False)
+    run = _Pass(unit, sample, parameters, grad, modules, False, _delayed.Trial(()))
     run.crossings = Crossings(modules, tensors_of(flatten((run.args, run.kwargs))[0]))
     try:
         with run.crossings:
@@ -220,9 +208,11 @@ class _Pass:
         grad: bool,
         modules: Sequence[torch.nn.Module],
         reentrant: bool,
+        trial: _delayed.Trial,
     ) -> None:
         self.unit, self.parameters, self.grad, self.modules = unit, parameters, grad, modules
-        self.reentrant = reentrant
+        self.reentrant, self.trial = reentrant, trial
+        self.visited: list[set[int]] = []  # per part; only where weight gradients are delayed
         self.args, self.kwargs = sample_copies(sample)
         self.env = entry_values(unit, self.args, self.kwargs)
         self.sources: dict[int, tuple[int, int]] = {}
@@ -254,10 +244,15 @@ class _Pass:
         before = _guards.plain_attributes(self.modules) if watch or eager else None
         running, scope = open_part(part, self.env, self._proxy)
         with in_place_words(part), self._looked_at(part, running), ExitStack() as stack:
-            visited = stack.enter_context(_guards.visited_modules()) if eager else set()
+            visited = stack.enter_context(_guards.visited_modules()) if eager or self.trial.owners else set()
             yield Opened(scope)
         close_part(running, scope, self.env)
-        self.eager_modules |= visited
+        if self.trial.owners:  # a module whose forward is called is not called itself
+            called = _guards.modules_of([getattr(call.run, "run", call.run) for call in part.calls])
+            visited |= {id(module) for module in called}
+        self.visited.append(visited)
+        if eager:
+            self.eager_modules |= visited
         if before is not None and eager:
             self.changed_by_eager |= _guards.changed_attributes(before, _guards.plain_attributes(self.modules))
         elif before is not None:
@@ -286,7 +281,7 @@ class _Pass:
         """Differentiate the way in which a caller usually starts; in the last pass, with `keep_values`, every way."""
         shapes = [_Shape(running, self) for running in self.running]
         if self.grad:
-            for seeds in self._seeds(all_ways=keep_values):
+            for seeds in self._seeds(all_ways=keep_values and not self.trial.owners):
                 self._one_backward(shapes, seeds)
         return [shape.facts(keep_values) for shape in shapes], self.reentrant
 
@@ -326,6 +321,7 @@ class _Pass:
             wanted = [p for p in running.proxies if p.requires_grad]
             trainable = [p for p in self.parameters.alias if p.requires_grad]
             results, self.reentrant = differentiate(outputs, [*wanted, *trainable], gradients, self.reentrant)
+            self.trial.after_backward(running.part.index, self.visited[running.part.index], self.parameters)
             if running.part.kind is GRAPHED:
                 _refuse_sparse(results, running.part)
             for proxy, gradient in zip(wanted, results[: len(wanted)], strict=True):
@@ -444,6 +440,7 @@ class _Shape:
             tuple(sorted(self.cast)),
             tuple(running.returned),
             values,
+            run_pass.trial.work(running.part.index),
         )
 
 

@@ -7,7 +7,9 @@
     │   ├── PatternError                  a hybrid layer pattern
     │   ├── BucketError                   a dynamic policy
     │   ├── SampleError (TypeError)       sample arguments that can't be captured
-    │   └── HookError (RuntimeError)      hooks that capture would silence
+    │   ├── ArgumentError (TypeError)     another argument of the wrong type
+    │   └── ModuleError (RuntimeError, AssertionError)   a module that can't be captured as it is
+    │       └── HookError                 hooks that capture would silence
     ├── CaptureError (RuntimeError)       found while warming up or recording; nothing is left behind
     │   ├── ForbiddenOpError              an operation that a graph can't hold
     │   └── WarmupError                   the warm-up runs failed or disagreed with each other
@@ -56,7 +58,15 @@ class SampleError(PlanError, TypeError):
     """Sample arguments that can't be captured."""
 
 
-class HookError(PlanError, RuntimeError):
+class ArgumentError(PlanError, TypeError):
+    """An argument, samples apart, of the wrong type."""
+
+
+class ModuleError(PlanError, RuntimeError, AssertionError):
+    """A module that can't be captured as it is. (TE raises RuntimeError at these places, torch AssertionError.)"""
+
+
+class HookError(ModuleError):
     """Hooks that a captured module would silently skip."""
 
 

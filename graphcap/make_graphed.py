@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import MethodType
 from typing import Any, overload
 
 import torch
 from torch import nn
 
-from graphcap import _capture, _guards, _plan, _trace_plan, _warmup
+from graphcap import _capture, _delayed, _drop_in, _guards, _plan, _trace_plan, _warmup
+from graphcap import _drop_in_args as args_of
+from graphcap._drop_in_args import Graphable
 from graphcap._graphed import Ambient, Graphed, Runner
 from graphcap._plan import CapturePlan, Layers
 from graphcap._ranks import Ranks
-from graphcap._tensors import flatten
+from graphcap._tensors import call_args, call_kwargs, flatten
 from graphcap.backends import choose
 from graphcap.backends.scopes import is_capturing
 from graphcap.config import CaptureConfig
@@ -94,6 +94,7 @@ def _run_stages(
         backend.session(),
         _guards.kept_state(modules) as kept,
         _guards.leaf_aliases(modules) as parameters,
+        _delayed.quiet(_delayed.owners_of(modules)),
         _guards.kept_autocast(),
     ):
         ranks = Ranks(backend.device)
@@ -124,6 +125,8 @@ def _refuse(plan: CapturePlan, modules: Sequence[nn.Module], drop_in: bool) -> N
         for layer in unit.layers:
             if isinstance(layer, nn.Module) and (drop_in or layer is not top):
                 _guards.refuse_hooks(layer, f"{type(layer).__name__} ({unit.title})")
+            if isinstance(layer, nn.Module) and drop_in:
+                _guards.refuse_trained_buffers(layer, unit.title)
         for sample in unit.samples:
             _guards.refuse_samples(_named_leaves(sample))
     if plan.config.grads == "accumulate":
@@ -139,7 +142,8 @@ def _named_leaves(sample: _plan.Sample) -> list[tuple[str, Any]]:
 
 
 def _refuse_unused(facts: _warmup.WarmupFacts) -> None:
-    """torch's rule without allow_unused_input: what requires grad must get a gradient."""
+    """torch's and TE's rule without allow_unused_input: an input that requires grad must get a gradient. (A parameter
+    may get none: torch refuses that too, TE does not.)"""
     for unit in (sets[0] for sets in facts.units):
         if not unit.grad:
             continue
@@ -149,14 +153,6 @@ def _refuse_unused(facts: _warmup.WarmupFacts) -> None:
                     raise WarmupError(
                         f"input {number} of {unit.unit.title} requires grad but is not used: pass allow_unused_input=True"
                     )
-        used = {index for part in unit.parts for index in part.parameters}
-        mine = {id(p) for m in _guards.modules_of(unit.unit.layers) for p in m.parameters() if p.requires_grad}
-        for index, alias in enumerate(facts.parameters.alias):  # what the modules hold while they are captured
-            if id(alias) in mine and index not in used:
-                raise WarmupError(
-                    f"parameter {facts.parameters.names[index]} of {unit.unit.title} requires grad but is not used: pass "
-                    "allow_unused_input=True"
-                )
 
 
 # ------------------------------------------------------------------------------------------------ arguments of capture
@@ -181,12 +177,12 @@ def _normalise(
     if per_chunk:
         args = _per_chunk(sample_args, len(chunks), "sample_args")
         kwargs = _per_chunk(sample_kwargs, len(chunks), "sample_kwargs") if sample_kwargs is not None else [{}] * len(chunks)
-        return chunks, [(_args(a), _kwargs(k)) for a, k in zip(args, kwargs, strict=True)], root
+        return chunks, [(call_args(a), call_kwargs(k)) for a, k in zip(args, kwargs, strict=True)], root
     if order is not None and isinstance(sample_args, tuple | list) and len(sample_args) == 1:
         sample_args = sample_args[0] if isinstance(sample_args[0], tuple) else sample_args
         if isinstance(sample_kwargs, tuple | list) and len(sample_kwargs) == 1:
             sample_kwargs = sample_kwargs[0]
-    return chunks, [(_args(sample_args), _kwargs(sample_kwargs))], root
+    return chunks, [(call_args(sample_args), call_kwargs(sample_kwargs))], root
 
 
 def as_chunks(module: Any, order: Order | None) -> tuple[tuple[Layers, ...], nn.Module, bool]:
@@ -227,25 +223,7 @@ def _per_chunk(value: Any, count: int, name: str) -> list[Any]:
     return list(value)
 
 
-def _args(value: Any) -> Args:
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    if not isinstance(value, tuple | list):
-        raise SampleError(f"sample_args: expected a tuple of arguments, got {type(value).__name__}")
-    return tuple(value)
-
-
-def _kwargs(value: Any) -> Kwargs:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise SampleError(f"sample_kwargs: expected a dict with names as keys, got {type(value).__name__}")
-    return dict(value)
-
-
 # ------------------------------------------------------------------------------------------------------------- drop-in
-
-Graphable = Callable[..., Any]
 
 
 @overload
@@ -258,162 +236,85 @@ def make_graphed_callables(
     num_warmup_iters: int = 3,
     allow_unused_input: bool = False,
     sample_kwargs: Any = None,
+    fp8_enabled: bool | tuple[bool, ...] | None = None,
+    fp8_calibrating: bool | None = None,
+    fp8_recipe: Any = None,
+    fp8_group: Any = None,
+    fp8_weight_caching: bool | None = None,
+    enabled: bool | tuple[bool, ...] | None = None,
+    calibrating: bool | None = None,
+    recipe: Any = None,
+    amax_reduction_group: Any = None,
+    cache_quantized_params: bool | None = None,
     _order: Sequence[float] | Order | str | None = None,
-    _num_layers_per_chunk: Sequence[int] | None = None,
+    _num_layers_per_chunk: Sequence[int] | int | None = None,
     pool: Any = None,
+    retain_graph_in_backward: bool = False,
     _reuse_graph_input_output_buffers: bool = False,
+    clone_param_grads_on_return: bool = True,
+    pre_warmup_hook: Callable[[], None] | None = None,
+    post_warmup_hook: Callable[[], None] | None = None,
+    capture_time_hooks: Any = None,
     *,
     callables: Any = None,
     backend: str = "auto",
 ) -> Any:
-    """torch.cuda's and Transformer Engine's function of this name: graphed forms of separate callables.
+    """torch.cuda's and Transformer Engine's (TE 2.20) function of this name: graphed forms of separate callables.
 
     modules: one callable or a tuple; the user's code may run between them (torch calls it `callables`; torch's fifth
         positional argument, a pool handle of two ints, is taken as `pool`). sample_args: a tuple of arguments (a tuple of
-        such tuples for a tuple of callables). Without `_order` modules are patched in place (`module.forward`) and
-        returned, other callables come back as functions.
-    _order: signed chunk numbers as in TE (+c forward, -c backward of chunk c), an Order, or its text. Then sample_args
-        has one entry per (chunk, microbatch, layer) at `sum(L[:chunk]) * M + microbatch * L[chunk] + layer`, and so has
-        the returned tuple of functions. _num_layers_per_chunk: L; default: equally many.
+        such tuples for a tuple of callables); sample_kwargs likewise, dicts. Without `_order` modules are patched in place
+        (`module.forward`) and returned, other callables come back as functions; what comes back has `backward_dw()` and
+        `reset()`.
+    num_warmup_iters: runs before recording (0 is taken as 1). allow_unused_input: an input that requires grad may get none.
+    _order: signed chunk numbers as in TE (+c forward, -c backward of chunk c, -c-0.5 its weight gradients), an Order, or its
+        text. Then sample_args has one entry per (chunk, microbatch, layer) at
+        `sum(L[:chunk]) * M + microbatch * L[chunk] + layer`, and so has the returned tuple of functions.
+        _num_layers_per_chunk: L; default: equally many.
     _reuse_graph_input_output_buffers: microbatches whose lives do not overlap in the order share buffers.
+    clone_param_grads_on_return=False: parameter gradients are the graph's own memory, valid until its next backward.
+    retain_graph_in_backward: a second backward through one forward is allowed, until the next forward.
+    pre_warmup_hook, post_warmup_hook, capture_time_hooks: run around warm-up and recording, never inside a graph.
+    enabled, recipe, amax_reduction_group, calibrating, cache_quantized_params, and their deprecated names fp8_*: low
+        precision, as in TE.
     Better than the originals: every call is checked; nothing is left behind when capture fails; the parameter order is
     right under every order. A module in the other training mode than at capture runs its own forward, as there.
+    Every argument beside its original: docs/guides/coming-from-transformer-engine.md and coming-from-torch-cuda.md.
     """
-    modules = _first_argument(modules, callables)
+    modules = args_of.first_argument(modules, callables)
     if sample_args is None:
         raise SampleError("sample_args is missing: a tuple of arguments, or one such tuple per callable")
-    if pool is None and _is_pool_handle(sample_kwargs):
+    if pool is None and args_of.is_pool_handle(sample_kwargs):
         pool, sample_kwargs = sample_kwargs, None
     single = not isinstance(modules, tuple | list)
     targets: tuple[Graphable, ...] = (modules,) if single else tuple(modules)
-    order = _drop_in_order(_order, _num_layers_per_chunk, len(targets), sample_args)
-    samples = _drop_in_samples(targets, sample_args, sample_kwargs, order, single)
+    quantized = args_of.quantized(
+        len(targets),
+        args_of.Renamed("enabled", enabled, "fp8_enabled", fp8_enabled),
+        args_of.Renamed("recipe", recipe, "fp8_recipe", fp8_recipe),
+        args_of.Renamed("amax_reduction_group", amax_reduction_group, "fp8_group", fp8_group),
+        args_of.Renamed("calibrating", calibrating, "fp8_calibrating", fp8_calibrating),
+        args_of.Renamed("cache_quantized_params", cache_quantized_params, "fp8_weight_caching", fp8_weight_caching),
+    )
+    if quantized.active:
+        raise StateError("enabled=True, or calibrating=True: captured FP8 state is not built yet. Capture without it")
+    order = args_of.drop_in_order(_order, _num_layers_per_chunk, len(targets))
     if _reuse_graph_input_output_buffers and _order is None:
         raise OrderError("_reuse_graph_input_output_buffers needs _order: only an order says which lives overlap")
-    config = CaptureConfig(warmup=max(1, num_warmup_iters), outputs="alias")
     plan = _plan.build_callables(
-        targets, samples, order, config, given_order=_order is not None, share_slots=_reuse_graph_input_output_buffers
+        targets,
+        args_of.drop_in_samples(len(targets), sample_args, sample_kwargs, order, single),
+        order,
+        CaptureConfig(
+            warmup=max(1, num_warmup_iters),
+            outputs="alias",
+            grads="return" if clone_param_grads_on_return else "alias",
+            retain_graph=retain_graph_in_backward,
+        ),
+        given_order=_order is not None,
+        share_slots=_reuse_graph_input_output_buffers,
+        hooks=args_of.time_hooks(pre_warmup_hook, post_warmup_hook, capture_time_hooks, len(targets)),
+        alias_parameters=args_of.skipped_parameters(targets),
     )
     runner = _run_stages(plan, backend, drop_in=True, pool=pool, allow_unused=allow_unused_input)
-    if _order is not None:
-        return tuple(
-            _graphed_function(runner, unit, microbatch, targets[unit])
-            for unit, microbatch in _flat_units(order)
-        )
-    returned = tuple(_install(runner, unit, target) for unit, target in enumerate(targets))
-    return returned[0] if single else returned
-
-
-def _first_argument(modules: Any, callables: Any) -> Any:
-    """What to graph, under TE's name or torch's."""
-    if (modules is None) == (callables is None):
-        raise SampleError("pass the callables once: as the first argument, as modules= (TE's name) or callables= (torch's)")
-    return callables if modules is None else modules
-
-
-def _is_pool_handle(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(type(item) is int for item in value)
-
-
-def _drop_in_order(given: Any, layers: Sequence[int] | None, count: int, sample_args: Any) -> Order:
-    if given is None:
-        if layers is not None:
-            raise OrderError("_num_layers_per_chunk without _order: only an order has chunks")
-        return Order.forward_backward(1, layers_per_chunk=count)
-    order = given
-    if isinstance(given, str):
-        order = Order.parse(given)
-    elif not isinstance(given, Order):
-        order = Order.from_signed(list(given))
-    if layers is None:
-        if count % order.chunks:
-            raise OrderError(
-                f"{count} callables for {order.chunks} chunks: not equally many layers a chunk; pass _num_layers_per_chunk"
-            )
-        layers = [count // order.chunks] * order.chunks
-    if len(layers) != order.chunks or sum(layers) != count:
-        raise OrderError(f"_num_layers_per_chunk={list(layers)} does not fit {count} callables in {order.chunks} chunks")
-    return Order(
-        tuple(order),
-        chunks=order.chunks,
-        microbatches=order.microbatches,
-        layers_per_chunk=tuple(layers),
-        training=order.training,
-    ).check()
-
-
-def _drop_in_samples(
-    callables: Sequence[Graphable], sample_args: Any, sample_kwargs: Any, order: Order, single: bool
-) -> list[tuple[Args, Kwargs]]:
-    count = len(callables) * order.microbatches
-    args = [sample_args] if single and count == 1 and not _is_nested(sample_args) else sample_args
-    if not isinstance(args, tuple | list) or len(args) != count:
-        size = len(args) if isinstance(args, tuple | list) else type(args).__name__
-        raise OrderError(f"sample_args: expected {count} entries (callables x microbatches), got {size}")
-    if sample_kwargs is None:
-        kwargs: Any = [{}] * count
-    else:
-        kwargs = [sample_kwargs] if isinstance(sample_kwargs, dict) and count == 1 else sample_kwargs
-    if not isinstance(kwargs, tuple | list) or len(kwargs) != count:
-        raise OrderError(f"sample_kwargs: expected {count} dicts, as many as sample_args")
-    return [(_args(a), _kwargs(k)) for a, k in zip(args, kwargs, strict=True)]
-
-
-def _is_nested(sample_args: Any) -> bool:
-    """Whether a single callable's samples come as a tuple of one tuple (torch takes the plain tuple)."""
-    return (
-        isinstance(sample_args, tuple | list)
-        and len(sample_args) == 1
-        and isinstance(sample_args[0], tuple)
-        and all(isinstance(item, torch.Tensor) for item in sample_args[0])
-    )
-
-
-def _flat_units(order: Order) -> list[tuple[int, int]]:
-    """(unit, microbatch) in the order of the flat index."""
-    found: list[tuple[int, int]] = []
-    first = 0
-    for count in order.layers_per_chunk:
-        for microbatch in range(order.microbatches):
-            found += [(first + layer, microbatch) for layer in range(count)]
-        first += count
-    return found
-
-
-def _graphed_function(runner: Runner, unit: int, microbatch: int, target: Graphable) -> Graphable:
-    own = runner.plan.units[unit].calls[0]
-    training = target.training if isinstance(target, nn.Module) else None
-
-    def graphed(*args: Any, **kwargs: Any) -> Any:
-        if training is not None and target.training != training:  # type: ignore[attr-defined]
-            return own(*args, **kwargs)
-        return runner.call(unit, microbatch, args, kwargs)[0]
-
-    graphed.reset = runner.close  # type: ignore[attr-defined]
-    return graphed
-
-
-def _install(runner: Runner, unit: int, target: Graphable) -> Graphable:
-    graphed = _graphed_function(runner, unit, 0, target)
-    if not isinstance(target, nn.Module):
-        return graphed
-    target.forward = _Forward(graphed, target, runner.plan.units[unit].calls[0], runner.close)
-    return target
-
-
-@dataclass(frozen=True, slots=True)
-class _Forward:
-    """The `forward` of a module that the drop-in has patched."""
-
-    call: Graphable
-    target: nn.Module
-    own: Graphable
-    reset: Callable[[], None]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Graphable:
-        """A copy of the module is a plain one. (A function would be shared, and run the graph with the first's weights.)"""
-        copied: Graphable = MethodType(self.own.__func__, memo[id(self.target)])  # type: ignore[attr-defined]
-        return copied
+    return _drop_in.deliver(runner, targets, order, quantized, ordered=_order is not None, single=single)

@@ -10,7 +10,7 @@ def plan_text(plan: CapturePlan) -> str:
     """The plan as lines: a head with counts and bytes, one per part, then the slots that several microbatches share."""
     lines = [
         f"{_counted(plan.graphs, 'graphed part')}, {_counted(len(plan.breaks), 'break')}, {_counted(plan.slots, 'slot')}, "
-        f"{_bytes(plan.static_bytes) if plan.static_bytes else 'not recorded yet'}"
+        f"{_static(plan)}"
     ]
     for unit in plan.units:
         if len(plan.units) > 1:
@@ -47,8 +47,15 @@ def _short(name: str) -> str:
     return name.rsplit(".", 1)[-1].split("#")[0]
 
 
+def _static(plan: CapturePlan) -> str:
+    if not plan.static_bytes:
+        return "not recorded yet"
+    saved = f" ({_bytes(plan.shared_bytes)} saved by sharing)" if plan.shared_bytes > 0 else ""
+    return f"{_bytes(plan.static_bytes)} static{saved}"
+
+
 def _bytes(count: int) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
-            return f"{count / size:.1f} {unit} static"
-    return f"{count} bytes static"
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

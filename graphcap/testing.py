@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphcap._delayed import owners_of, run
+from graphcap._guards import modules_of, visited_modules
 from graphcap._parts import loss_of
 from graphcap._steps import Steps, run_plain
 from graphcap._tensors import flatten, paths, static_copy, tensor_problem, unflatten
@@ -199,13 +201,16 @@ class _Twins:
             self.graphed = capture(module, args, kwargs, **options)
         self.disturbed = _first_difference(_random_state(self.device), states)
         self.sides = (
-            _Side("graphed", self.graphed.module, Steps(self.order, self.graphed._call_step), optimizer),
-            _Side("eager", twin_root, Steps(self.order, _eager_call(twin_chunks)), optimizer),
+            _Side("graphed", self.graphed.module, self._graphed_steps(), optimizer),
+            _Side("eager", twin_root, _eager_steps(self.order, twin_chunks), optimizer),
         )
         self.moved: set[str] = set()
         self.reached: set[str] = set()  # a gradient that is not None
         self.received: set[str] = set()  # one that is not zero
         self.losses: list[float] = []
+
+    def _graphed_steps(self) -> Steps:
+        return Steps(self.order, self.graphed._call_step, self.graphed._weight_work)
 
     def run(self, steps: int) -> Comparison:
         if self.disturbed is not None:
@@ -243,7 +248,7 @@ class _Twins:
     def _eager_side(self) -> _Side:
         chunks, root, _ = as_chunks(self.build(), self.order if self.ordered else None)
         _load(root, self.start)
-        return _Side("eager", root, Steps(self.order, _eager_call(chunks)), self.optimizer)
+        return _Side("eager", root, _eager_steps(self.order, chunks), self.optimizer)
 
     def _one_step(self, side: _Side, step: int) -> list[tuple[str, torch.Tensor | Any]]:
         """Run one pass of the order and the optimizer; everything that is to be compared, by name."""
@@ -380,11 +385,29 @@ def _samples(twin: Any, inputs: Inputs, order: Order | None) -> tuple[Any, Any]:
     return tuple(sample_args), tuple(sample_kwargs)
 
 
-def _eager_call(chunks: tuple[tuple[Callable[..., Any], ...], ...]) -> Callable[..., tuple[Any, None]]:
-    def call(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, None]:
-        return run_plain(chunks[step.chunk], args, kwargs), None
+def _eager_steps(order: Order, chunks: tuple[tuple[Callable[..., Any], ...], ...]) -> Steps:
+    """The steps of plain chunks. The work that modules of a chunk put off in a backward is done in the W step."""
+    owners = [owners_of(modules_of(layers)) for layers in chunks]
+    called: dict[tuple[int, int], set[int]] = {}
 
-    return call
+    def call(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, None]:
+        if not owners[step.chunk]:
+            return run_plain(chunks[step.chunk], args, kwargs), None
+        with visited_modules() as visited:
+            value = run_plain(chunks[step.chunk], args, kwargs), None
+        called[step.chunk, step.microbatch] = visited
+        return value
+
+    def weight_work(chunk: int) -> Callable[[Step], None] | None:
+        def work(step: Step) -> None:
+            visited = called.pop((step.chunk, step.microbatch))
+            for owner in owners[step.chunk]:
+                if id(owner) in visited:
+                    run(owner)
+
+        return work if owners[chunk] else None
+
+    return Steps(order, call, weight_work)
 
 
 def _loss_value(value: Any) -> float | None:

@@ -96,6 +96,15 @@ class Backend(ABC):
         """Let the current stream wait for the work so far of the stream that `stream_key` named."""
 
     @abstractmethod
+    def on_stream(self, stream: object) -> AbstractContextManager[None]:
+        """What runs inside is issued on this stream of the caller's, after the work so far of the current one, which does
+        not wait for it. Raises DeviceError where there are no streams (the tape)."""
+
+    @abstractmethod
+    def wait_event(self, event: object) -> None:
+        """Let the current stream wait for an event of the caller's (on cuda a torch.cuda.Event)."""
+
+    @abstractmethod
     def record_event(self) -> Event:
         """An event at the end of the current stream's work."""
 

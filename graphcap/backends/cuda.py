@@ -21,7 +21,7 @@ from graphcap import _torch_private as private
 from graphcap.backends.base import Backend, Event, Graph, Pool
 from graphcap.backends.refusal_modes import CallGate, Gate, OperatorGate, default_generator
 from graphcap.backends.scopes import exclusive_capture, frozen_gc, is_capturing
-from graphcap.errors import CaptureError, ForbiddenOpError, ReplayError
+from graphcap.errors import CaptureError, DeviceError, ForbiddenOpError, ReplayError
 
 _POOL: TypeAlias = Any  # torch.cuda._POOL_HANDLE, two ints; only named in stubs
 
@@ -276,6 +276,19 @@ class CudaBackend(Backend):
         assert isinstance(key, tuple)
         other: Any = torch.cuda.ExternalStream(key[1], device=self.device)  # type: ignore[no-untyped-call]
         torch.cuda.current_stream(self.device).wait_stream(other)
+
+    @contextmanager
+    def on_stream(self, stream: object) -> Iterator[None]:
+        if not isinstance(stream, torch.cuda.Stream):
+            raise DeviceError(f"cuda_graph_stream is {stream!r}: expected a torch.cuda.Stream")
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def wait_event(self, event: object) -> None:
+        if not isinstance(event, torch.cuda.Event):
+            raise DeviceError(f"cuda_graph_event is {event!r}: expected a torch.cuda.Event that the graph records")
+        torch.cuda.current_stream(self.device).wait_event(event)
 
     def record_event(self) -> CudaEvent:
         return CudaEvent(self.device)

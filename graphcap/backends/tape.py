@@ -20,7 +20,7 @@ from graphcap.backends.refusal_modes import CallGate, Gate
 from graphcap.backends.scopes import exclusive_capture, frozen_gc, is_capturing
 from graphcap.backends.tape_memory import Memory, Registry, moved_message
 from graphcap.backends.tape_record import Program, Record, Recorder, TapeView
-from graphcap.errors import CaptureError, ReplayError
+from graphcap.errors import CaptureError, DeviceError, ReplayError
 
 
 class TapeGraph(Graph):
@@ -213,6 +213,14 @@ class TapeBackend(Backend):
 
     def wait_stream(self, key: object) -> None:
         return None
+
+    @contextmanager
+    def on_stream(self, stream: object) -> Iterator[None]:
+        raise DeviceError(f"cuda_graph_stream={stream!r}: the tape runs on the CPU, which has no streams. Leave it out here")
+        yield
+
+    def wait_event(self, event: object) -> None:
+        raise DeviceError(f"cuda_graph_event={event!r}: the tape runs on the CPU, which has no events. Leave it out here")
 
     def record_event(self) -> TapeEvent:
         return TapeEvent()

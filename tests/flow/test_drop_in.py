@@ -70,11 +70,21 @@ def test_one_module_is_patched_in_place() -> None:
     assert_calls_equal(module, twin, lambda step: ((drawn(step),), {}), [(module, twin)])
 
 
-def test_a_single_callable_with_nested_samples() -> None:
-    """torch takes the plain tuple; one tuple of a tuple is taken as well."""
-    module = block()
-    assert graph(module, ((drawn(0),),)) is module
-    assert torch.equal(module(drawn(3)), copy.deepcopy(nn.Sequential(*module))(drawn(3)))
+def test_a_single_callable_gets_its_samples_as_they_are() -> None:
+    """As in torch and TE: ((x, y),) is one argument, a tuple."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = linear()
+
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return self.linear(pair[0]) * pair[1]
+
+    module = Both()
+    twin = copy.deepcopy(module)
+    assert graph(module, ((drawn(0), drawn(1)),)) is module
+    assert_calls_equal(module, twin, lambda step: (((drawn(step), drawn(step + 5)),), {}), [(module, twin)])
 
 
 def test_a_tuple_of_modules_and_functions() -> None:
@@ -180,8 +190,7 @@ def test_unused_parameters_and_inputs() -> None:
     samples = (drawn(0), drawn(1))
     with pytest.raises(RuntimeError, match="allow_unused_input=True"):
         graph(Unused(), samples)
-    with pytest.raises(RuntimeError, match="idle"):
-        graph(Unused(), (drawn(0), drawn(1, grad=False)))
+    graph(Unused(), (drawn(0), drawn(1, grad=False)))  # a parameter may be unused: TE's rule, torch raises
     module = Unused()
     twin = copy.deepcopy(module)
     graph(module, samples, allow_unused_input=True)
@@ -447,9 +456,7 @@ def test_reuse_takes_less_memory_and_no_reuse_separates_microbatches() -> None:
         made = graph(
             layers, ((drawn(0),),) * 8, _order=signed, _num_layers_per_chunk=[2], _reuse_graph_input_output_buffers=reuse
         )
-        held = [call(drawn(1)) for call in (made[::2] if not reuse else made[:1])]
-        assert all(torch.equal(h, made[0].__closure__ and held[0]) for h in held[:1])
-        plan = next(cell.cell_contents for cell in made[0].__closure__ if hasattr(cell.cell_contents, "plan")).plan
+        plan = made[0].plan
         return plan.static_bytes, plan.slots
 
     (much, many), (little, few) = bytes_of(False), bytes_of(True)

@@ -15,7 +15,19 @@ import torch
 from torch import Tensor, nn
 
 import graphcap
-from graphcap import EAGER, GRAPHED, InFlightError, InputMismatch, Order, ReplayError, _capture, _plan, _replay
+from graphcap import (
+    EAGER,
+    GRAPHED,
+    InFlightError,
+    InputMismatch,
+    Order,
+    ReplayError,
+    _arena,
+    _capture,
+    _copies,
+    _plan,
+    _replay,
+)
 from graphcap.backends.tape import TapeBackend
 from graphcap.order import SlotMap
 from graphcap.partial_layer import Part
@@ -84,7 +96,7 @@ def test_a_static_gradient_returned_without_a_copy(monkeypatch: Monkeypatch) -> 
     order = "0F0 0B0 0F1 0B1"
     assert_equal(two_alike, order=order)
     monkeypatch.setattr(_replay, "fresh", lambda tensors: [tensor.detach() for tensor in tensors])
-    monkeypatch.setattr(_capture.Arena, "fresh", lambda self: {n: self.like[place].detach() for n, place in self.places})
+    monkeypatch.setattr(_arena.Arena, "fresh", lambda self: {n: self.like[place].detach() for n, place in self.places})
     found(two_alike, order=order, says="gradient of 0.weight")
 
 
@@ -92,13 +104,13 @@ def test_a_missing_gradient_that_is_not_zeroed(monkeypatch: Monkeypatch) -> None
     """The eager part sends no gradient back for one of two values in some steps; last step's must not be used again."""
     options: dict[str, Any] = {"inputs": batches(2, WIDTH), "steps": 12}
     assert_equal(Detours, **options)
-    fill = _replay._Copies.fill
+    fill = _copies.Copies.fill
 
     def without_zero(self: Any, tensors: Any) -> None:
         stale = {memory.place: memory.static for memory in self.memories}
         fill(self, [stale.get(place) if tensor is None else tensor for place, tensor in enumerate(tensors)])
 
-    monkeypatch.setattr(_replay._Copies, "fill", without_zero)
+    monkeypatch.setattr(_copies.Copies, "fill", without_zero)
     found(lambda: Branching(), batches(2, WIDTH), steps=12, says="gradient")
 
 
@@ -275,10 +287,10 @@ def test_random_numbers_that_are_not_drawn(monkeypatch: Monkeypatch) -> None:
     assert_equal(noisy)
     run = _replay.BoundPart.run
 
-    def rewinds(self: Any, tensors: Any) -> Any:
+    def rewinds(self: Any, *given: Any) -> Any:
         state = torch.get_rng_state()
         try:
-            return run(self, tensors)
+            return run(self, *given)
         finally:
             torch.set_rng_state(state)
 
@@ -288,7 +300,7 @@ def test_random_numbers_that_are_not_drawn(monkeypatch: Monkeypatch) -> None:
 
 def test_an_input_that_is_not_copied(monkeypatch: Monkeypatch) -> None:
     assert_equal(two_alike)
-    monkeypatch.setattr(_replay._Copies, "fill", lambda self, tensors: None)
+    monkeypatch.setattr(_copies.Copies, "fill", lambda self, tensors: None)
     found(two_alike, says="step 0: gradient 0 of the inputs")  # the first input is the sample itself
     found(two_alike, batches(grad=False), grad_mode=False, says="step 1: output of 0F0")
 
