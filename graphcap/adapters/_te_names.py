@@ -1,4 +1,4 @@
-"""The names of Transformer Engine (TE) that the adapter touches: looked up once, and named in one error where one is missing.
+"""The names of Transformer Engine (TE) that the adapter touches: looked up once; one error names all that are missing.
 
 TE keeps the state of low-precision training in classes and globals that are not public and were renamed between 2.11 and
 2.20 (pytorch/quantization.py, pytorch/graph.py, pytorch/module/base.py). Every such name stands in this file.
@@ -81,14 +81,13 @@ class Names:
     version: tuple[int, int]
     manager: Any
     state: Globals
-    base: type
-    operation: type
-    fuser: type
-    attention: type
+    base: Any
+    operation: Any
+    fuser: Any
+    attention: Any
     autocast: Callable[..., Any]
     graph: Any
     checkpoint_first: list[bool]
-    weight_store: type
 
     @property
     def record_key(self) -> str:
@@ -144,8 +143,8 @@ def require_version(version: tuple[int, int]) -> None:
 def _unknown(version: tuple[int, int], what: str) -> str:
     tried = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
     return (
-        f"Transformer Engine {version[0]}.{version[1]} is not what graphcap knows ({tried}): {what}. Its low-precision state "
-        "can't be kept across a capture. Install one of these versions"
+        f"Transformer Engine {version[0]}.{version[1]} is not what graphcap knows ({tried}): {what}. Its low-precision "
+        "state can't be kept across a capture. Install one of these versions"
     )
 
 
@@ -167,5 +166,4 @@ def _look_up(version: tuple[int, int]) -> Names:
         autocast=module("").autocast,
         graph=module("graph"),
         checkpoint_first=module("distributed").activation_recompute_forward._is_first_fp8_module,
-        weight_store=module("module._common").WeightGradStore,
     )

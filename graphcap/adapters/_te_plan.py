@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphcap.adapters import _te_owner as own
-from graphcap.adapters._te_names import Names
+from graphcap.fp8_meta import QuantSpec
 
 # Recipe fields that act in the host's amax reduction and scale update alone: no recorded kernel depends on them.
 HOST_FIELDS = frozenset({"margin", "amax_compute_algo", "scaling_factor_compute_algo", "reduce_amax"})
@@ -47,8 +47,9 @@ def _class_name(fields: Fields) -> str:
 @dataclass(slots=True)
 class OpenCapture:
     """One capture in progress. before: host state of every owner as it was. flags: per unit that caches weights, the
-    tensor by which its recorded casts decide whether to run. history: lengths that were adapted to the recipe.
-    undo: everything process-wide, in the order in which it was changed."""
+    tensor by which its recorded casts decide whether to run. visited: the owners that ran, by unit and part. lengths: per
+    owner whose history was made longer or shorter for the recipe, that recipe and the length before. undo: everything
+    process-wide, in the order in which it was changed."""
 
     specs: Sequence[Any]
     units: Sequence[nn.Module]
@@ -56,31 +57,36 @@ class OpenCapture:
     before: dict[nn.Module, own.HostState]
     flags: dict[int, torch.Tensor]
     undo: ExitStack
-    visited: dict[int, dict[nn.Module, None]] = field(default_factory=dict)
-    stashes: dict[int, int] = field(default_factory=dict)
+    visited: dict[tuple[int, int], dict[nn.Module, None]] = field(default_factory=dict)
+    lengths: list[tuple[nn.Module, Any, int]] = field(default_factory=list)
+    kept: frozenset[nn.Module] = frozenset()  # at the end: the visited ones, if it went well
     closed: bool = False
 
-    def note(self, index: int, owner: nn.Module) -> None:
-        self.visited.setdefault(index, {})[owner] = None
+    def note(self, unit: int, part: int, owner: nn.Module) -> None:
+        self.visited.setdefault((unit, part), {})[owner] = None
 
 
 @dataclass(slots=True)
 class OwnerPrint:
     """Where one owner's state lay at capture, so that one look per call says whether it still does.
 
-    metas: (dict, key, state object). tensors: (state object, attribute, tensor). weights: primary quantised weights, with
+    metas: the dicts. states: (dict, key, state object). tensors: (state object, attribute, tensor). weights: primary quantised weights, with
     the plain tensors inside, by attribute, and whether a transposed copy was there.
     """
 
     owner: nn.Module
+    metas: tuple[own.Meta, ...]
     states: tuple[tuple[own.Meta, str, Any], ...]
     tensors: tuple[tuple[Any, str, torch.Tensor, int], ...]
     weights: tuple[tuple[Any, dict[str, tuple[torch.Tensor, int]], bool], ...]
 
     def problem(self) -> str | None:
+        now = own.metas(self.owner)
+        if len(now) != len(self.metas) or any(a is not b for a, b in zip(now, self.metas, strict=True)):
+            return f"{self._name()} has made its state anew since capture (it ran in high precision, as te.ops do?)"
         for meta, key, state in self.states:
             if meta.get(key) is not state:
-                return f"{self._name()} has made its {key} state anew since capture (another kind of recipe, a reset?)"
+                return f"{self._name()} has made its {key} anew since capture (another kind of recipe, a reset?)"
         for state, name, tensor, address in self.tensors:
             if getattr(state, name, None) is not tensor or tensor.data_ptr() != address:
                 return f"{self._name()}: {name} lies in other memory than at capture (another amax_history_len?)"
@@ -110,8 +116,9 @@ def has_transpose(weight: Any) -> bool:
 
 def print_of(owner: nn.Module) -> OwnerPrint:
     """Note where an owner's state lies now."""
+    metas = tuple(own.metas(owner))
     states = tuple(
-        (meta, key, meta[key]) for meta in own.metas(owner) for key in ("scaling_fwd", "scaling_bwd") if key in meta
+        (meta, key, meta[key]) for meta in metas for key in ("scaling_fwd", "scaling_bwd") if key in meta
     )
     tensors = []
     for _, _, state in states:
@@ -124,25 +131,57 @@ def print_of(owner: nn.Module) -> OwnerPrint:
         for weight in owner._parameters.values()
         if own.is_quantized(weight)
     ]
-    return OwnerPrint(owner, states, tuple(tensors), tuple(weights))
+    return OwnerPrint(owner, metas, states, tuple(tensors), tuple(weights))
 
 
 @dataclass(slots=True)
 class UnitState:
-    """One unit of a finished capture. flag_value: what its flag holds once the work queued so far has run; None where it
-    caches no weights. fields: what the recorded kernels depend on in the recipe."""
+    """One unit of a finished capture. fields: what the recorded kernels depend on in the recipe. flag: by which recorded
+    casts of weights decide, where weights are cached; flag_value: what it holds once the work queued so far has run."""
 
-    spec: Any
-    visited: tuple[nn.Module, ...]
-    prints: tuple[OwnerPrint, ...]
+    spec: QuantSpec
     fields: Fields
     flag: torch.Tensor | None
-    flag_value: bool | None
-    records: dict[nn.Module, Any] = field(default_factory=dict)
-    lists: Any = None  # the process-wide dict of lists in which they were found registered
+    flag_value: bool = False
 
 
-def pins_of(names: Names, owners: Sequence[nn.Module], caches: Mapping[nn.Module, dict[str, Any]]) -> list[Any]:
+@dataclass(slots=True)
+class PartState:
+    """The owners that one recorded part runs, in the order of their calls. records, lists: where they were found registered
+    the last time, and in which of TE's process-wide dicts (a reset makes new ones)."""
+
+    visited: tuple[nn.Module, ...]
+    prints: tuple[OwnerPrint, ...]
+    records: dict[nn.Module, tuple[int, ...]] = field(default_factory=dict)
+    lists: Any = None
+
+
+class TransformerEnginePlan:
+    """What remains of a capture: units, parts, what must stay alive, and whose cached weights are out of date."""
+
+    def __init__(
+        self,
+        units: dict[int, UnitState],
+        parts: dict[tuple[int, int], PartState],
+        pins: list[Any],
+        stale: set[nn.Module],
+    ) -> None:
+        self.units, self.parts, self.pins, self.stale = units, parts, pins, stale
+
+    @property
+    def visited(self) -> dict[tuple[int, int], tuple[nn.Module, ...]]:
+        return {place: part.visited for place, part in self.parts.items()}
+
+
+@dataclass(slots=True)
+class TransformerEngineTicket:
+    """One forward of one part. owns_backward: the reduction after its backward is this part's."""
+
+    owns_backward: bool
+    done: bool = False
+
+
+def pins_of(owners: Sequence[nn.Module], caches: Mapping[nn.Module, dict[str, Any]]) -> list[Any]:
     """Everything that a recorded kernel may touch and that an owner could let go of."""
     found: list[Any] = []
     for owner in owners:

@@ -17,7 +17,10 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
+# isort: off
 import transformer_engine.pytorch as te  # first: it must load its cuDNN before torch loads another
+
+# isort: on
 import torch
 import transformer_engine
 from torch import nn
@@ -121,7 +124,7 @@ def quantised_weight(name: str) -> None:
     with te.quantized_model_init(enabled=True, recipe=RECIPES[name]()):
         m = te.Linear(128, 128, bias=False, params_dtype=BF16)
     w = m.weight
-    print("type", type(w).__name__, "is Parameter", isinstance(w, nn.Parameter), "type is Parameter", type(w) is nn.Parameter)
+    print("type", type(w).__name__, "is Parameter", isinstance(w, nn.Parameter), "exactly", type(w) is nn.Parameter)
     print("data type", type(w.data).__name__, "detach", type(w.detach()).__name__, "layout", w.layout, "stride", w.stride())
     for what, get in {
         "data_ptr": lambda: w.data_ptr(),
@@ -186,7 +189,8 @@ def second_backward() -> None:
                 y = m(*args())
             try:
                 for _ in range(2):
-                    torch.autograd.grad([y], list(m.parameters()), [torch.ones_like(y)], retain_graph=True, allow_unused=True)
+                    seeds = [torch.ones_like(y)]
+                    torch.autograd.grad([y], list(m.parameters()), seeds, retain_graph=True, allow_unused=True)
                 print(f"   {kind:24} {name}: fine")
             except Exception as error:
                 print(f"   {kind:24} {name}: {type(error).__name__} {str(error)[:100]}")
@@ -261,8 +265,9 @@ def drop_in(capture: Any, what: str) -> None:
             same = [torch.equal(a, b) for a, b in zip(*sides, strict=True)]
             print(f"   {kind:24} {what}: {'equal' if all(same) else f'DIFFERS at {same.index(False)} of {len(same)}'}")
         except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            print(f"   {kind:24} {what}: {type(error).__name__} {str(error)[:400]} [{where.filename.split('/')[-1]}:{where.lineno}]")
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"[{frame.filename.split('/')[-1]}:{frame.lineno}]"
+            print(f"   {kind:24} {what}: {type(error).__name__} {str(error)[:400]} {where}")
 
 
 def class_of_calls() -> None:
