@@ -70,8 +70,8 @@ class OpenCapture:
 class OwnerPrint:
     """Where one owner's state lay at capture, so that one look per call says whether it still does.
 
-    metas: the dicts. states: (dict, key, state object). tensors: (state object, attribute, tensor). weights: primary quantised weights, with
-    the plain tensors inside, by attribute, and whether a transposed copy was there.
+    metas: the dicts. states: (dict, key, state object). tensors: (state object, attribute, tensor, address). weights:
+    primary quantised weights, with the plain tensors inside, by attribute, and whether a transposed copy was there.
     """
 
     owner: nn.Module
