@@ -40,6 +40,7 @@ from graphcap._parts import (
     sample_copies,
 )
 from graphcap._plan import PartPlan, Sample, UnitPlan
+from graphcap._quantization import Session
 from graphcap._shared_memory import loosened, static_bytes
 from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
 from graphcap.backends.base import Backend, Graph, Pool
@@ -50,8 +51,9 @@ from graphcap.partial_layer import GRAPHED, Opened
 
 @dataclass(slots=True)
 class _Work:
-    """A graph set while it is recorded."""
+    """A graph set while it is recorded. number: of its unit."""
 
+    number: int
     pool: Pool
     unit: UnitPlan
     facts: UnitFacts
@@ -79,8 +81,14 @@ class Recorder:
     """Records all graph sets of a plan on one backend, each into a pool of its own."""
 
     def __init__(
-        self, facts: WarmupFacts, backend: Backend, pool: object | None, generators: Sequence[torch.Generator] = ()
+        self,
+        facts: WarmupFacts,
+        backend: Backend,
+        pool: object | None,
+        generators: Sequence[torch.Generator] = (),
+        session: Session | None = None,
     ) -> None:
+        self.session = session or Session()
         self.facts, self.plan, self.backend, self.pool = facts, facts.plan, backend, pool
         self.generators = tuple(generators)
         self.inputs: dict[tuple[int, TensorSpec, int], torch.Tensor] = {}  # slot, spec, number -> shared static input
@@ -155,9 +163,10 @@ class Recorder:
             # The caller's pool is for one slot: two slots of one pool may be replayed in another sequence than recorded.
             self.pools[sample.slot], self.pool = self.backend.new_pool(self.pool), None
         pool = self.pools[sample.slot]
-        work = _Work(pool, unit, facts, sample, places, [], entry_values(unit, args, kwargs), [])
+        work = _Work(number, pool, unit, facts, sample, places, [], entry_values(unit, args, kwargs), [])
         trace = unit.program.trace
-        with torch.set_grad_enabled(facts.grad), self.plan.hooks.forward(number, unit.layers[0]):
+        hooks = self.plan.hooks.forward(number, unit.layers[0])
+        with torch.set_grad_enabled(facts.grad), hooks, self.session.run(number):
             if trace is not None:
                 trace.follow(args, kwargs, unit.parts, partial(self._opened, work))
                 return work
@@ -209,7 +218,8 @@ class Recorder:
         with _guards.kept_autocast(), in_place_words(part.part):
             with self.backend.capture(work.pool, self.generators) as graph:
                 running, scope = open_part(part.part, env, lambda tensor: prepared[id(tensor)])
-                yield Opened(scope)
+                with self.session.part(work.number, part.part.index):
+                    yield Opened(scope)
                 close_part(running, scope, env)
         _guards.refuse_host_effects(before, _guards.plain_attributes(modules), part.part.name)
         self.operations += graph.operations
@@ -457,9 +467,10 @@ def record(
     pool: object | None,
     kept: list[Any],
     generators: Sequence[torch.Generator] = (),
+    session: Session | None = None,
 ) -> CaptureSet:
     """Record everything; the caller keeps and restores state, and has set up aliases and the backend's session."""
-    recorder = Recorder(facts, backend, pool, generators)
+    recorder = Recorder(facts, backend, pool, generators, session)
     if facts.plan.config.grads == "accumulate":
         recorder.buffers = accumulate_buffers(facts)
     try:

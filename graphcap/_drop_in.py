@@ -81,7 +81,7 @@ class GraphedCall:
             )
         kwargs = {name: value for name, value in kwargs.items() if not self._is_default(name, value)}
         side = Side.of(runner.backend, aside.get("cuda_graph_stream"), aside.get("cuda_graph_event"))
-        return runner.call(unit, microbatch, args, kwargs, side)[0]
+        return runner.call(unit, microbatch, args, kwargs, side, aside.get(_FIRST))[0]
 
     def _is_default(self, name: str, value: Any) -> bool:
         """Whether a keyword says what leaving it out says, where it was left out at capture."""

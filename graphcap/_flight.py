@@ -12,6 +12,7 @@ from graphcap import _torch_private as private
 from graphcap._facts import Pattern
 from graphcap.backends.base import Backend, Event, Graph
 from graphcap.errors import InFlightError, InputMismatch
+from graphcap.fp8_meta import Ticket
 from graphcap.order import Phase
 
 
@@ -53,7 +54,7 @@ class Flight:
 
     __slots__ = (
         "__weakref__", "chosen", "done", "ending", "finished", "generation", "hold", "input_results", "on_finish", "phase",
-        "side",
+        "side", "tickets",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +65,7 @@ class Flight:
         side: Side | None = None,
     ) -> None:
         self.generation, self.hold, self.side = generation, hold, side
+        self.tickets: dict[int, Ticket] = {}  # part -> what it claimed on its forward, where it runs quantised modules
         self.chosen: dict[int, Pattern] = {}  # part -> the pattern of the backward graph that ran
         self.phase = Phase.B
         self.finished = self.ending = False
@@ -91,6 +93,7 @@ class Slot:
     generation: int = 0
     flight: weakref.ref[Flight] | None = None
     holder: tuple[str, int] = ("", 0)  # title of the unit, microbatch: words only where an error needs them
+    first: bool | None = None  # whether the call under way is the first microbatch of its step, where that matters
     tail: Event | None = None  # the end of a graph on another stream, which nobody has waited for
 
     def in_flight(self) -> bool:

@@ -21,6 +21,7 @@ from graphcap import _torch_private as private
 from graphcap._capture_set import CaptureSet, GraphSet
 from graphcap._flight import Flight, Side, Slot
 from graphcap._plan import CapturePlan, Layers, UnitPlan
+from graphcap._quantization import Replaying
 from graphcap._replay import BoundSet
 from graphcap._step_guard import StepGuard, read_by_eager_alone
 from graphcap._steps import Steps, run_plain
@@ -28,6 +29,8 @@ from graphcap._tensors import flatten, tensors_of
 from graphcap.backends.base import Backend
 from graphcap.errors import ClosedError, InputMismatch, PlanError, ReplayError, ReplayOrderError, StateError
 from graphcap.order import Step
+
+FIRST_MICROBATCH = "is_first_microbatch"
 
 _disabled: ContextVar[bool] = ContextVar("graphcap_disabled", default=False)
 
@@ -70,11 +73,18 @@ class Runner:
     """Checks and runs calls: the part of the public object that make_graphed_callables uses as well."""
 
     def __init__(
-        self, capture: CaptureSet, backend: Backend, ambient: Ambient, lazy: set[tuple[int, str]]
+        self,
+        capture: CaptureSet,
+        backend: Backend,
+        ambient: Ambient,
+        lazy: set[tuple[int, str]],
+        quantized: Replaying | None = None,
     ) -> None:
         self.capture, self.plan, self.backend, self.ambient = capture, capture.plan, backend, ambient
         self.slots = [Slot(number) for number in range(self.plan.slots)]
         self.sets = [[BoundSet(s, self.slots[s.slot], capture) for s in sets] for sets in capture.sets]
+        self.quantized = quantized
+        self._name_quantized_parts()
         self.stats = Stats(operations=capture.operations)
         self.anchor = torch.zeros((), device=backend.device, requires_grad=True)
         self._guards = [self._guard(index, unit, lazy) for index, unit in enumerate(self.plan.units)]
@@ -102,6 +112,15 @@ class Runner:
             lazy.union(read_by_eager_alone(unit.program.calls), *(f.changed_by_eager for f in facts)),
         )
 
+    def _name_quantized_parts(self) -> None:
+        if self.quantized is None:
+            return
+        for number, sets in enumerate(self.sets):
+            for bound in sets:
+                for part in bound.parts:
+                    if part is not None:
+                        part.quantized = self.quantized.part(number, part.index)
+
     # ------------------------------------------------------------------------------------------------------- a call
 
     def require_open(self, number: int, microbatch: int) -> None:
@@ -112,16 +131,26 @@ class Runner:
             )
 
     def call(
-        self, number: int, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], side: Side | None = None
+        self,
+        number: int,
+        microbatch: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        side: Side | None = None,
+        first: bool | None = None,
     ) -> tuple[Any, Flight | None]:
-        """One forward of unit `number`. Raises before anything has run if the call can't be served."""
+        """One forward of unit `number`. Raises before anything has run if the call can't be served. first: whether it is
+        the first microbatch of a step, for quantised modules that cache their weights."""
         unit = self.plan.units[number]
         self.require_open(number, microbatch)
         if self.is_disabled():
             return self.run_own(number, microbatch, args, kwargs, "disabled"), None
         bound = self.sets[number][unit.set_of[microbatch]]
         grad = torch.is_grad_enabled() and bound.facts.grad
-        problem = self._mismatch(number, bound, args, kwargs)
+        compared = given = kwargs
+        if self.quantized is not None and self.quantized.caches(number):
+            first, compared, given = self._first(number, bound, kwargs, first)
+        problem = self._mismatch(number, bound, args, compared)
         if problem is not None:
             if self.plan.config.on_mismatch == "eager":
                 return self.run_own(number, microbatch, args, kwargs, problem), None
@@ -143,7 +172,10 @@ class Runner:
             if state is not None:
                 return self.run_own(number, microbatch, args, kwargs, state), None
         self._follow_stream()
-        return self._run(number, bound, microbatch, args, kwargs, grad, side)
+        if self.quantized is not None:
+            bound.slot.first = first
+            self._settle_all()
+        return self._run(number, bound, microbatch, args, given, grad, side)
 
     def _run(
         self,
@@ -164,11 +196,43 @@ class Runner:
         try:
             value = bound.run(args, kwargs, flight, self.anchor, side)
         except BaseException:
+            self._abandon(bound, flight)
             slot.release()
             self._check_due[number] = True
             raise
         self.stats.replays += 1
         return value, flight
+
+    def _first(
+        self, number: int, bound: BoundSet, kwargs: dict[str, Any], first: bool | None
+    ) -> tuple[bool, dict[str, Any], dict[str, Any]]:
+        """Whether this is the first microbatch; the keywords to compare with the captured ones: what it selects in graphs
+        is read from the device, so it may differ; and the keywords to run with: eager parts get what was given."""
+        given = kwargs.get(FIRST_MICROBATCH, first)
+        if not isinstance(given, bool):
+            raise InputMismatch(
+                f"{self.plan.units[number].title}: captured with cached quantised weights, so every call says "
+                f"{FIRST_MICROBATCH}=True or False; got {given!r}"
+            )
+        if FIRST_MICROBATCH not in kwargs:
+            return given, kwargs, kwargs
+        sample = next(s for s in self.plan.units[number].samples if s.spec is bound.spec)
+        if FIRST_MICROBATCH in sample.kwargs:
+            return given, {**kwargs, FIRST_MICROBATCH: sample.kwargs[FIRST_MICROBATCH]}, kwargs
+        without = {name: value for name, value in kwargs.items() if name != FIRST_MICROBATCH}
+        return given, without, without
+
+    def _settle_all(self) -> None:
+        """What runs beside this stream may still read the flag by which weights are cast, and the scales."""
+        for slot in self.slots:
+            if slot.tail is not None:
+                slot.settle()
+
+    def _abandon(self, bound: BoundSet, flight: Flight | None) -> None:
+        for index, ticket in () if flight is None else flight.tickets.items():
+            part = bound.parts[index]
+            if part is not None and part.quantized is not None:
+                part.quantized.abandon(ticket)
 
     def _hold(self, key: tuple[int, int], flight: Flight) -> None:
         self._put_off.pop(key, None)
@@ -216,6 +280,10 @@ class Runner:
         if now != captured:
             first = next(place for place, training in enumerate(captured) if now[place] != training)
             return f"captured with training={captured[first]}, called with training={now[first]}"
+        if self.quantized is not None:
+            quantisation = self.quantized.problem(number)
+            if quantisation is not None:
+                return quantisation
         if grad_mode and not bound.facts.grad and self._differentiable(number, args, kwargs):
             return "captured without gradients, called in grad mode with something to differentiate"
         return None
@@ -315,6 +383,9 @@ class Runner:
         for graph_set in (s for sets in self.capture.sets for s in sets):
             _reset_graphs(graph_set)
         self.sets = []
+        if self.quantized is not None:
+            self.quantized.state.release(self.quantized.plan)
+            self.quantized = None
         self.capture = replace(self.capture, sets=(), buffers={}, pools=(), kept=())
 
 

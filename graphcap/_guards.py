@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -242,6 +243,19 @@ def leaf_edges(outputs: Iterable[torch.Tensor]) -> Iterator[tuple[Any, torch.Ten
 _SIMPLE = bool | int | float | complex | str | bytes | None
 
 
+_left_alone: ContextVar[frozenset[tuple[int, str]]] = ContextVar("graphcap_left_alone", default=frozenset())
+
+
+@contextmanager
+def left_alone(attributes: frozenset[tuple[int, str]]) -> Iterator[None]:
+    """Inside, these attributes (id of a module, name) are somebody else's to keep and compare."""
+    token = _left_alone.set(_left_alone.get() | attributes)
+    try:
+        yield
+    finally:
+        _left_alone.reset(token)
+
+
 @contextmanager
 def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
     """Warm-up and recording run the forward; afterwards buffers (identity and value), tensor and plain attributes,
@@ -258,11 +272,15 @@ def kept_state(modules: Sequence[nn.Module]) -> Iterator[list[Any]]:
     containers: list[tuple[Any, Any]] = []
     generators: list[tuple[torch.Generator, torch.Tensor]] = []
     seen: set[int] = set()
+    theirs = _left_alone.get()
     for module in (m for top in modules for m in top.modules()):
         tables = (module._parameters, module._modules, module._buffers, module.__dict__)
-        absent += [(table, frozenset(table)) for table in tables]
+        others = frozenset(name for owner, name in theirs if owner == id(module))
+        absent += [(table, others.union(table)) for table in tables]
         for table in tables[2:]:
             for name, value in table.items():
+                if name in others:
+                    continue
                 if isinstance(value, torch.Tensor | _SIMPLE):
                     bindings.append((table, name, value))
                 elif isinstance(value, torch.Generator):
@@ -328,8 +346,11 @@ def plain_attributes(modules: Iterable[nn.Module]) -> Attributes:
     found: Attributes = {
         (0, name): (f"the state of the generator {name}", state) for name, state in _host_generators().items()
     }
+    theirs = _left_alone.get()
     for module in (m for top in modules for m in top.modules()):
         for name, value in module.__dict__.items():
+            if (id(module), name) in theirs:
+                continue
             label = f"the attribute {type(module).__name__}.{name}"
             if name in ("training", "_is_full_backward_hook"):
                 continue
@@ -343,6 +364,8 @@ def plain_attributes(modules: Iterable[nn.Module]) -> Attributes:
             elif name not in MODULE_TABLES:
                 found[id(module), name] = ("", frozen_form(value))
         for name, buffer in module._buffers.items():
+            if (id(module), name) in theirs:
+                continue
             found[id(module), name] = (f"the attribute {type(module).__name__}.{name}", id(buffer))
         for name in (*module._parameters, *module._modules):
             found[id(module), name] = ("", True)

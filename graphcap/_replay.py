@@ -21,6 +21,7 @@ from graphcap._facts import PartFacts, Pattern
 from graphcap._flight import Flight, Side, Slot
 from graphcap._guards import Parameters
 from graphcap._parts import OutIndex, entry_values
+from graphcap._quantization import QuantizedPart
 from graphcap._tensors import (
     Getter,
     Structure,
@@ -130,6 +131,7 @@ class BoundPart:
         self._width = len(self.facts.reads) + len(self.returned) + bool(self.added)
         self._returned_at = [n for n, i in enumerate(self.facts.parameters) if i not in capture.buffers]
         self._grad_places = self.facts.grad_outputs
+        self.quantized: QuantizedPart | None = None  # set where the part runs quantised modules
         self.is_last = False  # whether nothing of the unit comes after it
         self._reach: list[tuple[int, str, tuple[Getter, ...]]] | None = None
         self._made_names = _bare_makes(self.facts)
@@ -155,6 +157,10 @@ class BoundPart:
 
     def call(self, env: dict[str, Any], flight: Flight | None, anchor: torch.Tensor, side: Side | None) -> None:
         tensors = self._gather(env)
+        if self.quantized is not None:
+            ticket = self.quantized.before(self.slot.first, flight is not None)
+            if flight is not None:
+                flight.tickets[self.index] = ticket
         if flight is None:
             with torch.no_grad():
                 outputs = self.run(tensors, side)
@@ -251,6 +257,8 @@ class BoundPart:
                 flight.finish_after_backward()
         if choice.graph is not None:  # a part without parameters has nothing to do in a W step but to hand on
             self._replay(choice.graph, flight)
+            if self.quantized is not None:
+                self.quantized.after(flight.tickets[self.index])
         results = self._results(flight, phase, choice)
         flight.done.add((self.index, phase))
         if flight.hold is not None and choice.graph is not None:

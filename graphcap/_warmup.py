@@ -35,6 +35,7 @@ from graphcap._parts import (
     sample_copies,
 )
 from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys
+from graphcap._quantization import Session
 from graphcap._tensors import TensorSpec, flatten, same_constant, static_copy, tensors_of
 from graphcap.backends.base import Backend
 from graphcap.errors import CutError, GraphcapError, SampleError, WarmupError
@@ -42,14 +43,16 @@ from graphcap.order import Phase
 from graphcap.partial_layer import EAGER, GRAPHED, Opened, PartialLayer, PartKind
 
 
-def run(plan: CapturePlan, backend: Backend, parameters: _guards.Parameters) -> WarmupFacts:
+def run(
+    plan: CapturePlan, backend: Backend, parameters: _guards.Parameters, session: Session | None = None
+) -> WarmupFacts:
     """Warm up every unit with every signature it will be captured with; the caller keeps and restores state."""
     units: list[list[_UnitRuns]] = []
     for number, unit in enumerate(plan.units):
         keys = signature_keys([sample.spec for sample in unit.samples])
         known: dict[int, _UnitRuns] = {}
         for key, sample in zip(keys, unit.samples, strict=True):
-            known.setdefault(key, _UnitRuns(plan, number, sample, parameters))
+            known.setdefault(key, _UnitRuns(plan, number, sample, parameters, session or Session()))
         units.append([known[key] for key in keys])
     with plan.hooks.warmup():
         if plan.hooks.watches_runs:
@@ -76,7 +79,7 @@ def _along_the_order(
             own = units[number][unit.set_of[microbatch]]
             sample = unit.samples[unit.set_of[microbatch]]
             taken = any(own is known for known in runs.values())
-            runs[number, microbatch] = _UnitRuns(plan, number, sample, parameters) if taken else own
+            runs[number, microbatch] = _UnitRuns(plan, number, sample, parameters, own.session) if taken else own
     for _ in range(max(run.count for run in runs.values())):
         for step in plan.order:
             numbers = [number for number, unit in enumerate(plan.units) if unit.chunk == step.chunk]
@@ -94,7 +97,10 @@ def _along_the_order(
 class _UnitRuns:
     """The warm-up runs of one unit with one signature of arguments."""
 
-    def __init__(self, plan: CapturePlan, number: int, sample: Sample, parameters: _guards.Parameters) -> None:
+    def __init__(
+        self, plan: CapturePlan, number: int, sample: Sample, parameters: _guards.Parameters, session: Session
+    ) -> None:
+        self.session = session
         self.plan, self.number, self.unit, self.sample = plan, number, plan.units[number], sample
         self.parameters = parameters
         self.modules = _guards.modules_of(self.unit.layers)
@@ -109,7 +115,7 @@ class _UnitRuns:
 
     def forward(self) -> None:
         top = self.unit.layers[0]
-        with self._told(), self.plan.hooks.forward(self.number, top):
+        with self._told(), self.plan.hooks.forward(self.number, top), self.session.run(self.number):
             self._seen = _Pass(
                 self.unit, self.sample, self.parameters, self.grad, self.modules, self._reentrant, self.trial
             )
@@ -152,7 +158,8 @@ class _UnitRuns:
         assert self._facts is not None
         eager, read = seen.eager_modules, set[int]()
         if unit.program.trace is None and any(part.kind is not GRAPHED for part in unit.parts):
-            reads = _observed(unit, self.sample, self.parameters, self.grad, self.modules)
+            with self.session.run(self.number):
+                reads = _observed(unit, self.sample, self.parameters, self.grad, self.modules)
             read = reads[GRAPHED]
             eager = eager | _holders(self.modules, reads[EAGER] - read)
         return UnitFacts(

@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from graphcap import _capture, _delayed, _drop_in, _guards, _plan, _trace_plan, _warmup
+from graphcap import _capture, _delayed, _drop_in, _guards, _plan, _quantization, _trace_plan, _warmup
 from graphcap import _drop_in_args as args_of
 from graphcap._drop_in_args import Graphable
 from graphcap._graphed import Ambient, Graphed, Runner
@@ -18,7 +18,8 @@ from graphcap._tensors import call_args, call_kwargs, flatten
 from graphcap.backends import choose
 from graphcap.backends.scopes import is_capturing
 from graphcap.config import CaptureConfig
-from graphcap.errors import CaptureError, OrderError, PlanError, SampleError, StateError, WarmupError
+from graphcap.errors import CaptureError, OrderError, PlanError, SampleError, WarmupError
+from graphcap.fp8_meta import QuantSpec
 from graphcap.order import Order
 
 Args = tuple[Any, ...]
@@ -34,7 +35,7 @@ def capture(
     order: Order | str | None = None,
     backend: str = "auto",
     config: CaptureConfig | None = None,
-    quantization: object | None = None,
+    quantization: QuantSpec | None = None,
 ) -> Graphed:
     """Capture a module (or a tuple of layers, or a tuple of chunks under an order) and return its graphed form.
 
@@ -46,15 +47,15 @@ def capture(
         "auto" (whatever reads the host), or several of these. The model stays as it is (docs/guides/capture-any-model.md).
     order: the steps that will run (`Order` or its text); None means forward, backward, forward, backward, ...
     backend: "cuda", "tape" (CPU, for tests), or "auto".
+    quantization: under what quantised modules run (docs/guides/fp8.md); None: the autocast region around this call. With
+        `cache_weights` every call of the graphed object says is_first_microbatch=True or False.
     Nothing is left behind: buffers, gradients, generators and modes are as before, also when capture fails.
     Raises PlanError, CutError (what can't be cut), CaptureError (what can't be recorded), DeviceError.
     """
-    if quantization is not None:
-        raise StateError("quantization: captured FP8 state is not built yet. Capture without it")
     order = _as_order(order)
     chunks, samples, root = _normalise(module, sample_args, sample_kwargs, order)
     plan = _plan.build(chunks, samples, order, config or CaptureConfig())
-    runner = _run_stages(plan, backend, drop_in=False, break_at=break_at)
+    runner = _run_stages(plan, backend, drop_in=False, break_at=break_at, quantization=quantization)
     return Graphed(root, runner, chunks)
 
 
@@ -77,6 +78,7 @@ def _run_stages(
     pool: object | None = None,
     allow_unused: bool = True,
     break_at: Any = (),
+    quantization: Any = None,
 ) -> Runner:
     """Warm up, record and bind a plan; whatever happens inside, the surroundings are as before."""
     layers = tuple(layer for unit in plan.units for layer in unit.layers)
@@ -89,25 +91,32 @@ def _run_stages(
     tensors = [(n, t) for n, t in [*_guards.named_state(modules), *samples] if isinstance(t, torch.Tensor)]
     backend = choose(backend_name, tensors)
     ambient = Ambient.now(backend.device)
+    state, specs = _quantization.choose(modules, quantization, len(plan.units))
+    theirs = _quantization.exempt_from(state, modules)
     attributes = _guards.plain_attributes(modules)
     with (
+        _guards.left_alone(theirs),
         backend.session(),
         _guards.kept_state(modules) as kept,
         _guards.leaf_aliases(modules) as parameters,
         _delayed.quiet(_delayed.owners_of(modules)),
         _guards.kept_autocast(),
+        _quantization.session_of(state, specs, [unit.layers for unit in plan.units]) as session,
     ):
         ranks = Ranks(backend.device)
         with ranks.stage("warm-up", watch=True):
             if _asks_for_breaks(break_at):
-                plan = _trace_plan.cut_at(plan, break_at, backend.device)
-            facts = _warmup.run(plan, backend, parameters)
+                with session.run(0):
+                    plan = _trace_plan.cut_at(plan, break_at, backend.device)
+            facts = _warmup.run(plan, backend, parameters, session)
+            delayed = all(seen.delayed for sets in facts.units for seen in sets)
+            _quantization.refuse_split_backwards(plan, session, delayed)
             if not allow_unused:
                 _refuse_unused(facts)
         with ranks.stage("recording"):
-            captured = _capture.record(facts, backend, pool, kept)
+            captured = _capture.record(facts, backend, pool, kept, session=session)
         lazy = _guards.changed_attributes(attributes, _guards.plain_attributes(modules))
-    return Runner(captured, backend, ambient, lazy)
+    return Runner(captured, backend, ambient, lazy | theirs, session.replaying())
 
 
 def _asks_for_breaks(break_at: Any) -> bool:
@@ -296,8 +305,6 @@ def make_graphed_callables(
         args_of.Renamed("calibrating", calibrating, "fp8_calibrating", fp8_calibrating),
         args_of.Renamed("cache_quantized_params", cache_quantized_params, "fp8_weight_caching", fp8_weight_caching),
     )
-    if quantized.active:
-        raise StateError("enabled=True, or calibrating=True: captured FP8 state is not built yet. Capture without it")
     order = args_of.drop_in_order(_order, _num_layers_per_chunk, len(targets))
     if _reuse_graph_input_output_buffers and _order is None:
         raise OrderError("_reuse_graph_input_output_buffers needs _order: only an order says which lives overlap")
@@ -316,5 +323,15 @@ def make_graphed_callables(
         hooks=args_of.time_hooks(pre_warmup_hook, post_warmup_hook, capture_time_hooks, len(targets)),
         alias_parameters=args_of.skipped_parameters(targets),
     )
-    runner = _run_stages(plan, backend, drop_in=True, pool=pool, allow_unused=allow_unused_input)
+    runner = _run_stages(
+        plan,
+        backend,
+        drop_in=True,
+        pool=pool,
+        allow_unused=allow_unused_input,
+        quantization=[
+            QuantSpec(on, quantized.recipe, quantized.group, quantized.calibrating, quantized.cache_weights)
+            for on in quantized.enabled
+        ],
+    )
     return _drop_in.deliver(runner, targets, order, quantized, ordered=_order is not None, single=single)
