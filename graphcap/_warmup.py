@@ -116,9 +116,8 @@ class _UnitRuns:
     def forward(self) -> None:
         top = self.unit.layers[0]
         with self._told(), self.plan.hooks.forward(self.number, top), self.session.run(self.number):
-            self._seen = _Pass(
-                self.unit, self.sample, self.parameters, self.grad, self.modules, self._reentrant, self.trial
-            )
+            told = (self._reentrant, self.trial, self.session.once)
+            self._seen = _Pass(self.unit, self.sample, self.parameters, self.grad, self.modules, *told)
             self._waiting = _delayed.pending(self.trial.owners)
             self._seen.forward(watch=self._done > 0)
 
@@ -216,7 +215,9 @@ class _Pass:
         modules: Sequence[torch.nn.Module],
         reentrant: bool,
         trial: _delayed.Trial,
+        once: bool = False,
     ) -> None:
+        self.once = once
         self.unit, self.parameters, self.grad, self.modules = unit, parameters, grad, modules
         self.reentrant, self.trial = reentrant, trial
         self.visited: list[set[int]] = []  # per part; only where weight gradients are delayed
@@ -288,7 +289,7 @@ class _Pass:
         """Differentiate the way in which a caller usually starts; in the last pass, with `keep_values`, every way."""
         shapes = [_Shape(running, self) for running in self.running]
         if self.grad:
-            for seeds in self._seeds(all_ways=keep_values and not self.trial.owners):
+            for seeds in self._seeds(all_ways=keep_values and not self.trial.owners and not self.once):
                 self._one_backward(shapes, seeds)
         return [shape.facts(keep_values) for shape in shapes], self.reentrant
 
@@ -416,7 +417,9 @@ class _Shape:
         differentiable = [tensor for tensor in running.made if tensor.requires_grad]
         patterns = tuple(dict.fromkeys(self.patterns))
         every = (True,) * len(differentiable)
-        if differentiable and running.part.kind is GRAPHED and every not in patterns:
+        if differentiable and running.part.kind is GRAPHED and run_pass.once:
+            patterns = (every,)
+        elif differentiable and running.part.kind is GRAPHED and every not in patterns:
             patterns = (*patterns, every)
         leaves = tuple(
             Leaf(TensorSpec.of(t), run_pass.sources.get(id(t)))

@@ -46,8 +46,8 @@ def _class_name(fields: Fields) -> str:
 
 @dataclass(slots=True)
 class OpenCapture:
-    """One capture in progress. before: host state of every owner as it was. flags: per unit that caches weights, the
-    tensor by which its recorded casts decide whether to run. visited: the owners that ran, by unit and part. lengths: per
+    """One capture in progress. before: host state of every owner as it was. flag: by which recorded casts of weights decide
+    whether to run, where weights are cached. visited: the owners that ran, by unit and part. lengths: per
     owner whose history was made longer or shorter for the recipe, that recipe and the length before. undo: everything
     process-wide, in the order in which it was changed."""
 
@@ -55,7 +55,7 @@ class OpenCapture:
     units: Sequence[nn.Module]
     owners: tuple[nn.Module, ...]
     before: dict[nn.Module, own.HostState]
-    flags: dict[int, torch.Tensor]
+    flag: torch.Tensor | None
     undo: ExitStack
     visited: dict[tuple[int, int], dict[nn.Module, None]] = field(default_factory=dict)
     lengths: list[tuple[nn.Module, Any, int]] = field(default_factory=list)
@@ -134,15 +134,13 @@ def print_of(owner: nn.Module) -> OwnerPrint:
     return OwnerPrint(owner, metas, states, tuple(tensors), tuple(weights))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class UnitState:
-    """One unit of a finished capture. fields: what the recorded kernels depend on in the recipe. flag: by which recorded
-    casts of weights decide, where weights are cached; flag_value: what it holds once the work queued so far has run."""
+    """One unit of a finished capture. owners: whether it has any. fields: what recorded kernels depend on in the recipe."""
 
     spec: QuantSpec
+    owners: bool
     fields: Fields
-    flag: torch.Tensor | None
-    flag_value: bool = False
 
 
 @dataclass(slots=True)
@@ -157,7 +155,11 @@ class PartState:
 
 
 class TransformerEnginePlan:
-    """What remains of a capture: units, parts, what must stay alive, and whose cached weights are out of date."""
+    """What remains of a capture: units, parts, what must stay alive, and whose cached weights are out of date.
+
+    flag: 1 lets recorded casts of weights leave the cached ones; None where none are cached. flag_value: what it holds once
+    the work queued so far has run.
+    """
 
     def __init__(
         self,
@@ -165,8 +167,10 @@ class TransformerEnginePlan:
         parts: dict[tuple[int, int], PartState],
         pins: list[Any],
         stale: set[nn.Module],
+        flag: torch.Tensor | None,
     ) -> None:
         self.units, self.parts, self.pins, self.stale = units, parts, pins, stale
+        self.flag, self.flag_value = flag, False
 
     @property
     def visited(self) -> dict[tuple[int, int], tuple[nn.Module, ...]]:

@@ -50,6 +50,8 @@ def state_of(module: nn.Module) -> TransformerEngineState:
 class TransformerEngineState:
     """`QuantizedState` for Transformer Engine. One per process, since TE's own switches are process-wide."""
 
+    differentiates_once = True  # its backwards let go of what the forward saved
+
     def __init__(self) -> None:
         self._te: Names = names()
         self._open: OpenCapture | None = None
@@ -103,14 +105,13 @@ class TransformerEngineState:
         owners = tuple({owner: None for unit in units for owner in self.owners(unit)})
         before = {owner: own.host_state(self._te, owner) for owner in owners}
         with ExitStack() as undo:
-            opened = OpenCapture(specs, units, owners, before, {}, undo)
+            opened = OpenCapture(specs, units, owners, before, _flag_for(specs, units), undo)
             self._open = opened
             undo.callback(setattr, self, "_open", None)
             self._switch(undo)
+            self._te.state.flag = opened.flag if all(map(_caches, specs)) else None
             undo.callback(self._put_back_lengths, opened)
-            for idx, (spec, unit) in enumerate(zip(specs, units, strict=True)):
-                if spec.enabled and spec.cache_weights:
-                    opened.flags[idx] = torch.zeros(1, dtype=torch.float32, device=_device_of(unit))
+            for spec, unit in zip(specs, units, strict=True):
                 if spec.active:
                     self._adapt_histories(opened, self.owners(unit), spec.recipe)
             for owner in owners:
@@ -137,7 +138,6 @@ class TransformerEngineState:
         undo.callback(setattr, te.manager, name, vars(te.manager)[name])
         setattr(te.manager, name, staticmethod(_reduce_nothing))
         undo.callback(setattr, te.state, "flag", te.state.flag)
-        te.state.flag = None
         undo.callback(setattr, te.state, "first", te.state.first)
         undo.callback(_truncate, te.checkpoint_first, len(te.checkpoint_first))
         undo.callback(_keep_keys, te.state.arguments, frozenset(te.state.arguments))
@@ -177,10 +177,10 @@ class TransformerEngineState:
     @contextmanager
     def call_scope(self, handle: OpenCapture, unit: int) -> Iterator[None]:
         """Around one run of a unit: te.autocast as a capture needs it, for this run alone (TE's function patches the
-        class, so that other modules of it are called without FP8), and the unit's own flag."""
+        class, so that other modules of it are called without FP8), and the flag where the unit caches weights."""
         te, spec = self._te, handle.specs[unit]
         flag = te.state.flag
-        te.state.flag = handle.flags.get(unit)
+        te.state.flag = handle.flag if _caches(spec) else None
         try:
             with te.autocast(
                 enabled=spec.enabled,
@@ -246,16 +246,15 @@ class TransformerEngineState:
 
     def _plan(self, handle: OpenCapture) -> TransformerEnginePlan:
         units = {
-            idx: UnitState(spec, recipe_fields(spec.recipe, HOST_FIELDS), handle.flags.get(idx))
-            for idx, spec in enumerate(handle.specs)
+            idx: UnitState(spec, bool(self.owners(unit)), recipe_fields(spec.recipe, HOST_FIELDS))
+            for idx, (spec, unit) in enumerate(zip(handle.specs, handle.units, strict=True))
         }
         parts = {
             place: PartState(tuple(seen), tuple(print_of(owner) for owner in seen))
             for place, seen in handle.visited.items()
         }
         caches = {owner: own.weight_cache(owner) or {} for owner in handle.kept}
-        pins = [*pins_of(tuple(caches), caches), *handle.flags.values()]
-        return TransformerEnginePlan(units, parts, pins, set(caches))
+        return TransformerEnginePlan(units, parts, pins_of(tuple(caches), caches), set(caches), handle.flag)
 
     # ---------------------------------------------------------------------------------------------------- tensors kept
 
@@ -299,36 +298,33 @@ class TransformerEngineState:
         return problems
 
     def _check_spec(self, unit: UnitState, spec: QuantSpec) -> list[str]:
-        if not unit.spec.active:
+        if not unit.owners or not (unit.spec.active or spec.active):
             return []
-        if not spec.active:
+        captured = unit.spec
+        if captured.enabled != spec.enabled:
             return [
-                "captured with low precision, and called outside te.autocast (or with enabled=False): the graph would "
-                "compute in low precision, and nobody would update its scales. Call it under te.autocast(enabled=True, ...)"
+                f"te.autocast: enabled was {captured.enabled} at capture and is {spec.enabled} now; recorded kernels go on "
+                "as captured. Call under the autocast of the capture, or capture again"
             ]
-        if spec.enabled != unit.spec.enabled:
-            was, now = ("enabled", "only calibrating") if unit.spec.enabled else ("only calibrating", "enabled")
-            return [f"captured under te.autocast {was}, and called with it {now}"]
+        if captured.calibrating != spec.calibrating:
+            return [f"te.autocast: calibrating was {captured.calibrating} at capture and is {spec.calibrating} now"]
         fields = recipe_fields(spec.recipe, HOST_FIELDS)
         return [] if fields == unit.fields else changed_fields(unit.fields, fields)
 
     def before_forward(
         self, plan: TransformerEnginePlan, unit: int, part: int, first_microbatch: bool | None, will_backward: bool
     ) -> TransformerEngineTicket:
-        """What the eager forward would have done on the host, in its order: checks; recipe, group and registration of every
-        module that the part runs; whether weights are cast; who reduces after backward. Queue the replay right after it, on
-        the same stream."""
+        """What the eager forward would have done on the host, in its order: recipe, group and registration of every module
+        that the part runs; whether weights are cast; who reduces after backward. `check` has found nothing wrong."""
         place = plan.parts.get((unit, part))
         if place is None or not place.visited:
             return TransformerEngineTicket(False)
         whole, spec = plan.units[unit], self.current()
-        problems = [*self._check_spec(whole, spec), *_problems(place)]
-        if problems:
-            raise StateError("; ".join(problems))
         for found in place.prints:
             found.renew_transposes()
         self._register(place, spec)
-        self._set_flag(plan, whole, place, first_microbatch)
+        if _caches(whole.spec):
+            self._set_flag(plan, place, first_microbatch)
         owns = bool(will_backward and whole.spec.enabled and self._te.manager.is_first_fp8_module())
         return TransformerEngineTicket(owns)
 
@@ -347,22 +343,19 @@ class TransformerEngineState:
             part.records[owner] = tuple(id(meta.get(te.record_key)) for meta in held)
         part.lists = lists
 
-    def _set_flag(
-        self, plan: TransformerEnginePlan, unit: UnitState, part: PartState, first_microbatch: bool | None
-    ) -> None:
-        """1 keeps the cached weights. One flag per unit, written whenever its value changes and by whoever is called: TE
+    def _set_flag(self, plan: TransformerEnginePlan, part: PartState, first_microbatch: bool | None) -> None:
+        """1 keeps the cached weights. One flag per capture, written whenever its value changes and by whoever is called: TE
         has one for the process, written by the first module of an autocast alone, so others read what was meant for it."""
-        if unit.flag is None:
-            return
         if not isinstance(first_microbatch, bool):
             raise StateError(
                 "captured with cached weights, so every call says is_first_microbatch=True or False; "
                 f"got {first_microbatch!r}"
             )
+        assert plan.flag is not None
         skip = not first_microbatch and not any(owner in plan.stale for owner in part.visited)
-        if skip is not unit.flag_value:
-            unit.flag.fill_(float(skip))
-            unit.flag_value = skip
+        if skip is not plan.flag_value:
+            plan.flag.fill_(float(skip))
+            plan.flag_value = skip
         if not skip:
             plan.stale.difference_update(part.visited)
 
@@ -426,9 +419,16 @@ def _verdict(found: Any) -> tuple[bool, str]:
     return bool(fine), str(reason or "")
 
 
-def _device_of(unit: nn.Module) -> torch.device:
-    tensor = next((t for t in (*unit.parameters(), *unit.buffers())), None)
-    return torch.device("cuda", torch.cuda.current_device()) if tensor is None else tensor.device
+def _caches(spec: QuantSpec) -> bool:
+    return spec.enabled and spec.cache_weights
+
+
+def _flag_for(specs: Sequence[QuantSpec], units: Sequence[nn.Module]) -> torch.Tensor | None:
+    if not any(map(_caches, specs)):
+        return None
+    tensor = next((t for unit in units for t in (*unit.parameters(), *unit.buffers())), None)
+    device = torch.device("cuda", torch.cuda.current_device()) if tensor is None else tensor.device
+    return torch.zeros(1, dtype=torch.float32, device=device)
 
 
 def _truncate(values: list[Any], length: int) -> None:
