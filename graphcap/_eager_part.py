@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,18 +34,14 @@ def run_eager(
     """Run an eager part as it is, and check that what it made is what the next graph expects. before: each call. With
     `state` (what it may read besides) it runs under torch's checkpoint."""
 
-    def run(*values: Any) -> list[Any]:
-        scope = {NOTHING: None, **dict(zip(part.reads, values, strict=True))}
-        for call in part.calls:
-            before(call)
-            run_call(call, scope)
-        return [scope[name] for name in part.makes]
-
     values = [env[name] for name in part.reads]
     if state is not None and torch.is_grad_enabled():
-        makes = run_checkpointed(part.name, run, values, (*state, *facts.buffers))
+        for call in part.calls:
+            before(call)
+        # What the checkpoint keeps must not lead back to the results: their flight would end with the garbage collector.
+        makes = run_checkpointed(part.name, partial(_run, part, _nothing), values, (*state, *facts.buffers))
     else:
-        makes = run(*values)
+        makes = _run(part, before, *values)
     leaves, structure = flatten(makes)
     if structure != facts.make_structure:
         raise InputMismatch(f"eager part {part.name} returned another structure than at capture")
@@ -57,6 +54,18 @@ def run_eager(
             )
     _require_identity(part, facts, distinct_tensors([env[name] for name in part.reads]), leaves)
     env.update(zip(part.makes, makes, strict=True))
+
+
+def _run(part: PartPlan, before: Callable[[Call], None], *values: Any) -> list[Any]:
+    scope = {NOTHING: None, **dict(zip(part.reads, values, strict=True))}
+    for call in part.calls:
+        before(call)
+        run_call(call, scope)
+    return [scope[name] for name in part.makes]
+
+
+def _nothing(_: Call) -> None:
+    """In place of what has been done already."""
 
 
 def _require_identity(part: PartPlan, facts: PartFacts, came: list[torch.Tensor], leaves: list[Any]) -> None:

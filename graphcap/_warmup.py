@@ -151,6 +151,7 @@ class _UnitRuns:
                 self._reentrant,
                 self.trial,
                 self.plan.config.on_replay is not None,
+                self.session.once,
             )
             self._seen.recompute = self.plan.config.recompute is not None
             self._waiting = _delayed.pending(self.trial.owners)
@@ -276,7 +277,9 @@ class _Pass:
         reentrant: bool,
         trial: _delayed.Trial,
         on_replay: bool = False,
+        once: bool = False,
     ) -> None:
+        self.once = once
         self.unit, self.parameters, self.grad, self.modules = unit, parameters, grad, modules
         self.reentrant, self.trial, self.on_replay = reentrant, trial, on_replay
         self.visited: list[set[int]] = []  # per part; only where weight gradients are delayed
@@ -378,7 +381,7 @@ class _Pass:
         """Differentiate the way in which a caller usually starts; in the last pass, with `keep_values`, every way."""
         shapes = [_Shape(running, self) for running in self.running]
         if self.grad:
-            usual, *others = self._seeds(all_ways=keep_values and not self.trial.owners)
+            usual, *others = self._seeds(all_ways=keep_values and not self.trial.owners and not self.once)
             self._one_backward(shapes, usual)
             for seeds in others:
                 before = [len(shape.patterns) for shape in shapes]
@@ -522,7 +525,9 @@ class _Shape:
         differentiable = [tensor for tensor in running.made if tensor.requires_grad]
         patterns = tuple(dict.fromkeys(self.patterns))
         every = (True,) * len(differentiable)
-        if differentiable and running.part.kind is GRAPHED and every not in patterns:
+        if differentiable and running.part.kind is GRAPHED and run_pass.once:
+            patterns = (every,)
+        elif differentiable and running.part.kind is GRAPHED and every not in patterns:
             patterns = (*patterns, every)
         leaves = tuple(
             Leaf(TensorSpec.of(t), run_pass.sources.get(id(t)))

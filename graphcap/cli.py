@@ -191,7 +191,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ------------------------------------------------------------------------------------------- order, convert and doctor
+# ------------------------------------------------------------------------------------------ order, convert and doctor
 
 
 def _add_order(command: argparse.ArgumentParser) -> None:
