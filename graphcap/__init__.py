@@ -12,6 +12,7 @@ from types import ModuleType
 
 from graphcap._graphed import Graphed, Stats, disabled
 from graphcap._plan import CapturePlan
+from graphcap._planned import ModelPlan, PlannedPart, plan
 from graphcap.config import CaptureConfig
 from graphcap.errors import (
     ArgumentError,
@@ -66,12 +67,14 @@ __all__ = [
     "HookError",
     "InFlightError",
     "InputMismatch",
+    "ModelPlan",
     "ModuleError",
     "Order",
     "OrderError",
     "PartialLayer",
     "PatternError",
     "Phase",
+    "PlannedPart",
     "PlanError",
     "ReplayError",
     "ReplayOrderError",
@@ -84,4 +87,5 @@ __all__ = [
     "disabled",
     "make_graphed_callables",
     "nested",
+    "plan",
 ]

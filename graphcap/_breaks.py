@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,11 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from graphcap import _torch_private as private
+from graphcap._tensors import flatten, tensors_of, unflatten
 from graphcap.errors import CutError
 
 AUTO = "auto"
@@ -31,12 +34,49 @@ class Target:
     what: Any
     title: str
     reason: str
+    stand_in: Callable[..., Any] | None = None  # what runs in its place while planning
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.stand_in is not None:
+            return self.stand_in(*args, **kwargs)
         # A module's class may have a __call__ of its own around nn.Module's, and that part of it is in the graph.
         if isinstance(self.what, nn.Module):
             return nn.Module.__call__(self.what, *args, **kwargs)
         return self.what(*args, **kwargs)
+
+
+@dataclass(slots=True)
+class Planning:
+    """Of a run that only plans. meta: no tensor has values. stand_ins: (pattern of titles, what runs instead of a
+    break, given the break's own arguments and its parameters); used: the patterns that fitted a break."""
+
+    meta: bool
+    stand_ins: tuple[tuple[str, Callable[..., Any]], ...] = ()
+    used: set[str] = field(default_factory=set)
+
+    def stand_in(self, what: Any, title: str) -> Callable[..., Any] | None:
+        for pattern, run in self.stand_ins:
+            if fnmatch.fnmatchcase(title, pattern):
+                self.used.add(pattern)
+                parameters = [p for p in what.parameters() if p.requires_grad] if isinstance(what, nn.Module) else []
+                return functools.partial(_differentiable, run, parameters)
+        return None
+
+
+def _differentiable(run: Callable[..., Any], parameters: list[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
+    """The stand-in's result, which needs a gradient where the arguments or the parameters of the break do."""
+    result = run(*args, **kwargs)
+    given = [t for t in tensors_of(flatten((args, kwargs))[0]) if t.requires_grad]
+    if not torch.is_grad_enabled() or not (given or parameters):
+        return result
+    leaves, structure = flatten(result)
+    ties = [t.detach().sum() * 0 for t in parameters] + [t.sum() * 0 for t in given]
+    needs = torch.zeros((), device=ties[0].device, requires_grad=True)
+    tie = functools.reduce(torch.add, [tie.to(needs.dtype) for tie in ties], needs * 0)
+    return unflatten(structure, [
+        leaf + tie.to(leaf.dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+        for leaf in leaves
+    ])
 
 
 @dataclass(slots=True)
@@ -47,9 +87,11 @@ class Breaks:
     entries: list[tuple[str, set[int]]] = field(default_factory=list)
     auto: bool = False
     found: set[int] = field(default_factory=set)  # targets that "auto" has chosen
+    planning: Planning | None = None
 
     def add(self, what: Any, title: str, reason: str) -> None:
-        self.targets.setdefault(id(what), Target(what, title, reason))
+        stand_in = None if self.planning is None else self.planning.stand_in(what, title)
+        self.targets.setdefault(id(what), Target(what, title, reason, stand_in))
 
     def climb(self, target: Target, parent: nn.Module, title: str) -> None:
         """What "auto" has chosen returns what has no static shape: take the module that contains it and its users."""
@@ -62,12 +104,12 @@ class Breaks:
         return [target for target in self.targets.values() if not isinstance(target.what, nn.Module)]
 
 
-def find(break_at: Any, roots: Sequence[tuple[str, nn.Module]]) -> Breaks:
+def find(break_at: Any, roots: Sequence[tuple[str, nn.Module]], planning: Planning | None = None) -> Breaks:
     """The targets of `break_at` in the named modules: names and patterns ("*.experts"), modules, classes, functions,
     "auto", or several of these."""
     entries = [break_at] if isinstance(break_at, str | type | nn.Module) or callable(break_at) else list(break_at)
     names = _names(roots)
-    breaks = Breaks()
+    breaks = Breaks(planning=planning)
     for entry in entries:
         if isinstance(entry, str) and entry == AUTO:
             breaks.auto = True

@@ -45,9 +45,9 @@ from graphcap._plan import PartPlan, Sample, UnitPlan
 from graphcap._quantization import Session
 from graphcap._recompute import Again
 from graphcap._record_again import SecondForward
-from graphcap._shared_memory import loosened, static_bytes
+from graphcap._shared_memory import idle_parts, loosened, static_bytes
 from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
-from graphcap.backends.base import Backend, Graph, Pool
+from graphcap.backends.base import Backend, Graph, Pool, unless_empty
 from graphcap.errors import CaptureError, CutError, GraphcapError
 from graphcap.order import Phase
 from graphcap.partial_layer import GRAPHED, Opened
@@ -142,7 +142,7 @@ class Recorder:
         for pool in pools:
             pool.poison()
         static, saved = static_bytes(plan, [s for unit_sets in sets for s in unit_sets], self.buffers.values())
-        plan = replace(plan, static_bytes=static, shared_bytes=saved, recompute_saves=self.saved)
+        plan = replace(plan, static_bytes=static, shared_bytes=saved, recompute_saves=self.saved, idle=idle_parts(sets))
         return CaptureSet(plan, self.facts.parameters, sets, self.buffers, pools, tuple(kept), self.operations)
 
     def _settle(self, key: tuple[int, int], work: _Work) -> None:
@@ -589,10 +589,10 @@ def _frozen(work: _Work) -> GraphSet:
             part.facts,
             tuple(part.inputs),
             tuple(part.linked),
-            part.forward,
+            unless_empty(part.forward),
             tuple(part.outputs),
             tuple(part.grad_outputs),
-            dict(part.backward),
+            {p: tuple(replace(g, graph=unless_empty(g.graph)) for g in graphs) for p, graphs in part.backward.items()},
             part.again,
         )
         for part in work.statics

@@ -62,6 +62,18 @@ def run_eager(
     env.update(zip(part.makes, makes, strict=True))
 
 
+def _run(part: PartPlan, before: Callable[[Call], None], *values: Any) -> list[Any]:
+    scope = {NOTHING: None, **dict(zip(part.reads, values, strict=True))}
+    for call in part.calls:
+        before(call)
+        run_call(call, scope)
+    return [scope[name] for name in part.makes]
+
+
+def _nothing(_: Call) -> None:
+    """In place of what has been done already."""
+
+
 def _require_identity(part: PartPlan, facts: PartFacts, came: list[torch.Tensor], leaves: list[Any]) -> None:
     """A tensor under two names gets the sum of both gradients in another order than two tensors do."""
     numbers = {id(tensor): number for number, tensor in enumerate(came)}

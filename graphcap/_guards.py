@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphcap._tensors import flatten, tensor_problem, tensors_of
 from graphcap.errors import CutError, HookError, ModuleError, PlanError, SampleError
+from graphcap.fp8_meta import is_quantized
 
 Layers = Sequence[Callable[..., Any]]
 
@@ -76,7 +77,7 @@ def refuse_modules(modules: Iterable[nn.Module]) -> None:
                     "module inside it, and wrap the captured object"
                 )
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            problem = tensor_problem(tensor)
+            problem = None if is_quantized(tensor) else tensor_problem(tensor)
             if problem:
                 raise PlanError(f"{name} {problem}")
 

@@ -89,8 +89,9 @@ class CapturePlan:
 
     parts: every part of every chunk, in order. breaks: the EAGER ones, but for those that are hoisted: functions of the
     arguments alone (a mask), which run before all graphs and cost none. slots: how many sets of static buffers.
-    graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1). static_bytes: memory that
-    the static buffers take, known once recording is done (0 before); shared_bytes: what it would be more if every
+    graphs: the number of forward graphs of one pass over all chunks (N breaks give N + 1, less the idle parts).
+    idle: (unit, part) of graphed parts that make views alone and have no graph, known once recorded. static_bytes: memory
+    that the static buffers take, known once recording is done (0 before); shared_bytes: what it would be more if every
     microbatch had buffers of its own; recompute_saves: bytes of activations that recompute="part" does not keep between
     forward and backward. hooks: what runs around warm-up and recording. alias_parameters: ids of parameters whose gradient
     is handed out as the static buffer itself. pools: of every slot, the number of its memory pool (empty: each has its
@@ -104,6 +105,7 @@ class CapturePlan:
     config: CaptureConfig
     strict: bool
     static_bytes: int = 0
+    idle: frozenset[tuple[int, int]] = frozenset()
     shared_bytes: int = 0
     recompute_saves: int = 0
     hooks: TimeHooks = NO_HOOKS
@@ -131,7 +133,7 @@ class CapturePlan:
 
     @property
     def graphs(self) -> int:
-        return sum(part.kind is GRAPHED for part in self.parts)
+        return sum(part.kind is GRAPHED for part in self.parts) - len(self.idle)
 
     @property
     def outputs_alias(self) -> bool:

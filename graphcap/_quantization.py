@@ -29,6 +29,11 @@ class Session:
     handle: Handle = None
     plan: QuantPlan | None = None
 
+    @property
+    def once(self) -> bool:
+        """Whether one forward has one backward (see QuantizedState.differentiates_once)."""
+        return self.state is not None and self.state.differentiates_once
+
     def run(self, unit: int) -> AbstractContextManager[None]:
         """Around every run of a unit."""
         return nullcontext() if self.state is None else self.state.call_scope(self.handle, unit)
@@ -106,6 +111,11 @@ def choose(modules: Sequence[nn.Module], given: Any, units: int) -> tuple[Quanti
 
 def refuse_split_backwards(plan: CapturePlan, session: Session, delayed: bool) -> None:
     """I and W steps run the backward of a quantised module twice, and each collects amaxes and reduces."""
+    if session.once and plan.strict and not delayed and any(step.phase is Phase.I for step in plan.order):
+        raise OrderError(
+            f"order {plan.order}: I and W steps run a backward twice, which these modules do not allow. Use modules that "
+            "delay their weight gradients (delay_wgrad_compute=True), or B steps"
+        )
     active = session.state is not None and any(spec.active for spec in session.specs)
     if active and plan.strict and not delayed and any(step.phase is Phase.I for step in plan.order):
         raise OrderError(

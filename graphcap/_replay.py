@@ -511,11 +511,11 @@ class BoundSet:
         self.spec = next(sample.spec for sample in graph_set.unit.samples if sample.slot == graph_set.slot)
         alias = capture.plan.outputs_alias
         self.alias = alias
+        self.placed = Placed()
         self.recompute = capture.plan.config.recompute is not None and graph_set.facts.grad
         others = any(facts.leaves_attributes for facts in graph_set.facts.parts)
         self._attributes_change = others or bool(graph_set.unit.program.attributes)
         self.state = state_of(graph_set.unit, graph_set.facts) if self.recompute else ()
-        self.placed = Placed()
         self.parts = [
             None if graphs is None else BoundPart(graphs, index, slot, capture, alias)
             for index, graphs in enumerate(graph_set.parts)

@@ -6,6 +6,8 @@ import dataclasses
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
@@ -77,12 +79,25 @@ def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
+_planning: ContextVar[bool] = ContextVar("graphcap_planning", default=False)
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """Inside, meta tensors are fine: nothing will be recorded."""
+    token = _planning.set(True)
+    try:
+        yield
+    finally:
+        _planning.reset(token)
+
+
 def tensor_problem(tensor: torch.Tensor) -> str | None:
     """Why a tensor can't be read by a graph, or None."""
     if nn.parameter.is_lazy(tensor):
         return "is not initialised (a lazy module): run the module once first"
-    if tensor.device.type == "meta":
-        return "is on the meta device: give it memory first (module.to_empty(device=...))"
+    if tensor.device.type == "meta" and not _planning.get():
+        return "is on the meta device: give it memory first (module.to_empty(device=...)); graphcap.plan takes it as it is"
     if tensor.is_nested:
         return "is a nested tensor: its shapes depend on the data"
     if tensor.layout is not torch.strided:

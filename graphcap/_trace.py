@@ -197,14 +197,14 @@ class Trace(ABC):
             return run(*args, **kwargs)
         target = self.breaks.targets.get(id(module))
         if target is not None:
-            return self.at_break(target, args, kwargs, run)
+            return self.at_break(target, args, kwargs, run if target.stand_in is None else target.stand_in)
         self.visited.add(id(module))
         return run(*args, **kwargs)
 
     def on_function(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.active:
             return target.what(*args, **kwargs)
-        return self.at_break(target, args, kwargs, target.what)
+        return self.at_break(target, args, kwargs, target.stand_in or target.what)
 
     def on_apply(self, kind: type, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.active or torch.is_inference_mode_enabled():

@@ -38,7 +38,7 @@ from graphcap._trace_records import (
 )
 from graphcap.backends.refusal_modes import line_text, user_place
 from graphcap.backends.tape_refusals import tensors_in
-from graphcap.errors import CutError, SampleError
+from graphcap.errors import CutError, GraphcapError, SampleError
 
 
 class Analysis(Owners):
@@ -354,7 +354,7 @@ class Analysis(Owners):
         self.drew = self.wrote_outside = False
         self.reads_inside = set()
         with _guards.kept_autocast():  # a cast that one part made is not for another
-            result = run(*new_args, **new_kwargs)
+            result = self._result(target, run, new_args, new_kwargs, place)
         self.inside, self.quiet = None, True
         self._note_break_sets(target.title)
         if before != [tensor._version for tensor in given if isinstance(tensor, torch.Tensor)]:
@@ -373,6 +373,24 @@ class Analysis(Owners):
             record, tree = self._results_of(target, number, result, raw, place, (structure, hoisted), state)
             self._hoisted.append(record)
         return tree
+
+    def _result(
+        self, target: Target, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place
+    ) -> Any:
+        planning = self.breaks.planning
+        if planning is None or not planning.meta:
+            return run(*args, **kwargs)
+        try:
+            return run(*args, **kwargs)
+        except GraphcapError:
+            raise
+        except Exception as error:
+            what = "the stand-in of the break" if target.stand_in is not None else "the break"
+            raise CutError(
+                f"{what} {target.title} can't run on meta tensors, which have no values: {type(error).__name__}: {error}\n"
+                f"  called at {line_text(place)}\n  Way out: say what it returns (stand_ins, or --like-input where the "
+                "result looks like its first tensor), or plan a small configuration of the model on the CPU"
+            ) from error
 
     def _hoistable(
         self,

@@ -20,7 +20,7 @@ from graphcap._breaks import Breaks, Target
 from graphcap._trace_analysis import Analysis
 from graphcap.backends.refusal_modes import line_text, user_frame
 from graphcap.backends.tape_refusals import Refusal
-from graphcap.errors import CutError
+from graphcap.errors import CutError, GraphcapError
 
 _ROUNDS = 20
 
@@ -89,10 +89,12 @@ def discover(
             args, kwargs = sample()
             try:
                 trace.run(run, args, kwargs)
-            except CutError:
+            except GraphcapError:
                 raise
             except Exception:
-                if number == 0:
+                # A host read of a meta tensor fails once it has been noted; the next round has a break there.
+                meta = breaks.planning is not None and breaks.planning.meta
+                if number == 0 and not (meta and trace.hits):
                     raise
             if trace.hits:
                 break
@@ -102,7 +104,7 @@ def discover(
         known = len(breaks.targets)
         for hit in trace.hits:
             target = _choose(hit, trace, names, {id(module) for module in modules})
-            breaks.targets.setdefault(id(target.what), target)
+            breaks.add(target.what, target.title, target.reason)
             breaks.found.add(id(target.what))
         if len(breaks.targets) == known:
             break

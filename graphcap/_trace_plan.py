@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from graphcap import _guards
-from graphcap._breaks import Breaks, Target, find
+from graphcap._breaks import Breaks, Planning, Target, find
 from graphcap._parts import differentiate, sample_copies
 from graphcap._plan import CapturePlan, UnitPlan, cut
 from graphcap._tensors import flatten, same_constant, tensors_of, unflatten
@@ -32,10 +32,12 @@ _PROBES = 2  # by chance one may draw a shape that the samples have
 _RESTARTS = 1000  # one per value and stretch in which it is changed in place
 
 
-def cut_at(plan: CapturePlan, break_at: Any, device: torch.device) -> CapturePlan:
+def cut_at(
+    plan: CapturePlan, break_at: Any, device: torch.device, planning: Planning | None = None
+) -> CapturePlan:
     """The plan with every unit cut at its breaks."""
     roots = [root for unit in plan.units for root in _roots(unit, len(plan.units) > 1)]
-    breaks = find(break_at, roots)
+    breaks = find(break_at, roots, planning)
     called: set[int] = set()
     units = tuple(_cut_unit(plan, unit, breaks, device, called) for unit in plan.units)
     for entry, ids in breaks.entries:
@@ -66,7 +68,8 @@ def _cut_unit(
     modules = _guards.modules_of(unit.layers)
     constants = constants_of(modules)
     layers = unit.calls
-    _run_once(unit, grad)  # lazy state settles, and what fails in eager fails here, in the user's own words
+    if breaks.planning is None or not (breaks.planning.meta or breaks.planning.stand_ins):
+        _run_once(unit, grad)  # lazy state settles, and what fails in eager fails here, in the user's own words
 
     def analysis(hoists: bool, cloned: frozenset[tuple[str, int]]) -> Analysis:
         return Analysis(modules, breaks, grad, device, cloned, constants, hoists)

@@ -151,6 +151,7 @@ class _UnitRuns:
                 self._reentrant,
                 self.trial,
                 self.plan.config.on_replay is not None,
+                self.session.once,
             )
             self._seen.recompute = self.plan.config.recompute is not None
             self._waiting = _delayed.pending(self.trial.owners)
@@ -276,7 +277,9 @@ class _Pass:
         reentrant: bool,
         trial: _delayed.Trial,
         on_replay: bool = False,
+        once: bool = False,
     ) -> None:
+        self.once = once
         self.unit, self.parameters, self.grad, self.modules = unit, parameters, grad, modules
         self.reentrant, self.trial, self.on_replay = reentrant, trial, on_replay
         self.visited: list[set[int]] = []  # per part; only where weight gradients are delayed
@@ -289,9 +292,9 @@ class _Pass:
         self.used_parameters: set[int] = set()
         self.changed_by_eager: set[tuple[int, str]] = set()
         self.crossings: Crossings | None = None
-        self.recompute = False
         self.sets_tensors = False
         self.declared: set[tuple[int, str]] = set()  # plain attributes that graphed parts have changed
+        self.recompute = False
         self._alive: list[Any] = []
 
     def forward(self, *, watch: bool) -> None:
@@ -312,8 +315,8 @@ class _Pass:
         """One part; its calls run inside."""
         eager = part.kind is not GRAPHED
         before = _guards.plain_attributes(self.modules) if watch or eager else None
-        versions = _guards.state_versions(self.modules) if eager else None
         held = {} if eager or self.unit.program.trace is not None else _attributes.snapshot(self.modules)
+        versions = _guards.state_versions(self.modules) if eager else None
         running, scope = open_part(part, self.env, self._proxy)
         with in_place_words(part), self._looked_at(part, running), ExitStack() as stack:
             visited = stack.enter_context(_guards.visited_modules()) if eager or self.trial.owners else set()
@@ -379,7 +382,7 @@ class _Pass:
         """Differentiate the way in which a caller usually starts; in the last pass, with `keep_values`, every way."""
         shapes = [_Shape(running, self) for running in self.running]
         if self.grad:
-            usual, *others = self._seeds(all_ways=keep_values and not self.trial.owners)
+            usual, *others = self._seeds(all_ways=keep_values and not self.trial.owners and not self.once)
             self._one_backward(shapes, usual)
             for seeds in others:
                 before = [len(shape.patterns) for shape in shapes]
@@ -523,7 +526,9 @@ class _Shape:
         differentiable = [tensor for tensor in running.made if tensor.requires_grad]
         patterns = tuple(dict.fromkeys(self.patterns))
         every = (True,) * len(differentiable)
-        if differentiable and running.part.kind is GRAPHED and every not in patterns:
+        if differentiable and running.part.kind is GRAPHED and run_pass.once:
+            patterns = (every,)
+        elif differentiable and running.part.kind is GRAPHED and every not in patterns:
             patterns = (*patterns, every)
         leaves = tuple(
             Leaf(TensorSpec.of(t), run_pass.sources.get(id(t)))

@@ -1,4 +1,4 @@
-"""The command `graphcap`: demo, order, convert, doctor.
+"""The command `graphcap`: demo, plan, order, convert, doctor.
 
 Exit codes: 0 well; 1 something differs, or capture or replay refused to go on; 2 a wrong call.
 """
@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from graphcap import demo, doctor, order_table
+from graphcap import _plan_command, demo, doctor, order_table
 from graphcap.errors import DeviceError, GraphcapError, PlanError
 from graphcap.hybrid.conversion import convert
 
@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
     except (GraphcapError, OSError) as error:  # OSError: the file of --json
         print(f"graphcap {arguments.command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, PlanError | DeviceError | OSError) else 1
+        wrong_call = arguments.command == "plan" or isinstance(error, PlanError | DeviceError | OSError)
+        return 2 if wrong_call else 1
     return code
 
 
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="graphcap", description="CUDA graphs where a model's shapes allow.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands.add_parser("demo", help="train a graphed model beside its eager twin and compare every bit"))
+    _add_plan(commands.add_parser("plan", help="how a model would be cut: parts, breaks and why, what crosses"))
     _add_order(commands.add_parser("order", help="the steps of a schedule, their live ranges and slots"))
     _add_convert(commands.add_parser("convert", help="a hybrid model's checkpoint for another layer pattern, or a GPT"))
     command = commands.add_parser("doctor", help="what this machine can do")
@@ -151,7 +153,45 @@ def _json(settings: demo.DemoSettings, facts: demo.CaptureFacts, result: demo.De
     return json.dumps(content, indent=1) + "\n"
 
 
-# ------------------------------------------------------------------------------------------- order, convert and doctor
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    command.description = (
+        "FACTORY() returns (model, sample_args), (model, sample_args, sample_kwargs), or a dict of graphcap.plan's "
+        "arguments. Build under torch.device('meta') for a model of any size."
+    )
+    add("factory", metavar="MODULE:FACTORY")
+    add("--break-at", action="append", default=[], metavar="NAME", help="a submodule, a pattern, or auto; repeatable")
+    add("--like-input", action="append", default=[], metavar="PATTERN",
+        help="breaks that can't run on meta tensors, whose result looks like their first tensor; repeatable")
+    group = command.add_mutually_exclusive_group()
+    group.add_argument("--order", help="the steps, as '0F0 0F1 0B0 0B1'")
+    group.add_argument("--microbatches", type=_count, help="that many forwards, then their backwards")
+    add("--json", type=Path, metavar="FILE", help="also write the plan there")
+    command.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    order = arguments.order
+    if arguments.microbatches is not None:
+        count = range(arguments.microbatches)
+        order = " ".join([*(f"0F{m}" for m in count), *(f"0B{m}" for m in count)])
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise PlanError(f"--json {arguments.json}: no such folder")
+    found = _plan_command.planned(arguments.factory, arguments.break_at, order, arguments.like_input)
+    head, table, foot = _plan_command.render(found)
+    console = Console(highlight=False)
+    console.print(head, markup=False, soft_wrap=True)
+    console.print(table)
+    console.print(foot, markup=False, soft_wrap=True)
+    if arguments.json is not None:
+        arguments.json.write_text(_plan_command.as_json(found), encoding="utf-8")
+    return 0
+
+
+# ------------------------------------------------------------------------------------------ order, convert and doctor
 
 
 def _add_order(command: argparse.ArgumentParser) -> None:

@@ -49,9 +49,9 @@ class CaptureConfig:
         _one_of("grads", self.grads, ("return", "accumulate", "alias"))
         _one_of("outputs", self.outputs, (None, "copy", "alias"))
         _one_of("on_mismatch", self.on_mismatch, ("error", "eager"))
-        _one_of("recompute", self.recompute, (None, "part"))
         if self.on_replay is not None and not callable(self.on_replay):
             raise PlanError(f"CaptureConfig(on_replay={self.on_replay!r}): expected a function of the step, or None")
+        _one_of("recompute", self.recompute, (None, "part"))
         if not isinstance(self.retain_graph, bool):
             raise PlanError(f"CaptureConfig(retain_graph={self.retain_graph!r}): expected True or False")
 

@@ -93,6 +93,11 @@ class QuantizedState(Protocol):
     eager in outputs, gradients, scales and histories.
     """
 
+    @property
+    def differentiates_once(self) -> bool:
+        """Whether the backward of these modules can run only once for one forward, so that every way in which a caller may
+        start a backward has to be served by one recorded backward, with zeros where no gradient arrives."""
+
     def owners(self, unit: nn.Module) -> tuple[Owner, ...]:
         """All owners under a module, in module order, each once, initialised or not. Changes nothing."""
 
@@ -156,6 +161,11 @@ class QuantizedState(Protocol):
 
     def is_registered(self, owner: Owner) -> bool:
         """Whether reductions reach this owner's state."""
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a quantised one of a package with an adapter, which then sees to the memory inside it."""
+    return type(tensor).__module__.partition(".")[0] in ADAPTERS
 
 
 def find(modules: Iterable[nn.Module]) -> QuantizedState | None:

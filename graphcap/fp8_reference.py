@@ -101,6 +101,8 @@ class RefManager:
     """Autocast regions, registration, reductions and captures of the layers that were made with it: an implementation of
     `graphcap.fp8_meta.QuantizedState`. One for a model, as a rule."""
 
+    differentiates_once = False
+
     def __init__(self) -> None:
         self._region = Region()
         self._depth = 0

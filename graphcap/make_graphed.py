@@ -52,14 +52,14 @@ def capture(
     Nothing is left behind: buffers, gradients, generators and modes are as before, also when capture fails.
     Raises PlanError, CutError (what can't be cut), CaptureError (what can't be recorded), DeviceError.
     """
-    order = _as_order(order)
-    chunks, samples, root = _normalise(module, sample_args, sample_kwargs, order)
+    order = as_order(order)
+    chunks, samples, root = normalise(module, sample_args, sample_kwargs, order)
     plan = _plan.build(chunks, samples, order, config or CaptureConfig())
     runner = _run_stages(plan, backend, drop_in=False, break_at=break_at, quantization=quantization)
     return Graphed(root, runner, chunks)
 
 
-def _as_order(order: Any) -> Order | None:
+def as_order(order: Any) -> Order | None:
     if isinstance(order, str):
         return Order.parse(order)
     if order is None or isinstance(order, Order):
@@ -83,8 +83,8 @@ def _run_stages(
     """Warm up, record and bind a plan; whatever happens inside, the surroundings are as before."""
     layers = tuple(layer for unit in plan.units for layer in unit.layers)
     modules = _guards.modules_of(layers)
-    _refuse(plan, modules, drop_in)
-    if not _asks_for_breaks(break_at):
+    refuse(plan, modules, drop_in)
+    if not asks_for_breaks(break_at):
         for module in modules:
             _plan.refuse_hidden_parts(module)
     samples = [(name, leaf) for unit in plan.units for s in unit.samples for name, leaf in _named_leaves(s)]
@@ -105,7 +105,7 @@ def _run_stages(
     ):
         ranks = Ranks(backend.device)
         with ranks.stage("warm-up", watch=True):
-            if _asks_for_breaks(break_at):
+            if asks_for_breaks(break_at):
                 with session.run(0):
                     plan = _trace_plan.cut_at(plan, break_at, backend.device)
             facts = _warmup.run(plan, backend, parameters, session)
@@ -120,11 +120,11 @@ def _run_stages(
     return Runner(captured, backend, ambient, lazy | theirs, session.replaying())
 
 
-def _asks_for_breaks(break_at: Any) -> bool:
+def asks_for_breaks(break_at: Any) -> bool:
     return not isinstance(break_at, str | tuple | list) or bool(break_at)
 
 
-def _refuse(plan: CapturePlan, modules: Sequence[nn.Module], drop_in: bool) -> None:
+def refuse(plan: CapturePlan, modules: Sequence[nn.Module], drop_in: bool) -> None:
     if is_capturing():
         raise CaptureError("a capture inside a capture: capture before, or after, what is being captured")
     _guards.refuse_surroundings()
@@ -179,7 +179,7 @@ class _Function(nn.Module):
         return self.function(*args, **kwargs)
 
 
-def _normalise(
+def normalise(
     module: Any, sample_args: Any, sample_kwargs: Any, order: Order | None
 ) -> tuple[tuple[Layers, ...], list[tuple[Args, Kwargs]], nn.Module]:
     """Chunks of layers, one (args, kwargs) per chunk, and the module that holds them all."""

@@ -14,18 +14,19 @@ def plan_text(plan: CapturePlan) -> str:
     ]
     if plan.config.recompute is not None and plan.static_bytes:
         lines[0] += f", {_bytes(plan.recompute_saves)} of activations recomputed instead of kept"
-    for unit in plan.units:
+    for number, unit in enumerate(plan.units):
         if len(plan.units) > 1:
             lines.append(f"{unit.title}:")
-        lines += _unit_lines(unit)
+        lines += _unit_lines(unit, {part for owner, part in plan.idle if owner == number})
     lines += _slot_lines(plan)
     return "\n".join(lines)
 
 
-def _unit_lines(unit: UnitPlan) -> list[str]:
+def _unit_lines(unit: UnitPlan, idle: set[int]) -> list[str]:
     lines = []
     for part in unit.parts:
         kind = "graph" if part.kind is GRAPHED else "first" if part.hoisted else "eager"
+        kind = "views" if part.index in idle else kind
         reason = ", ".join(filter(None, ("hoisted" if part.hoisted else None, part.reason)))
         why = f"  ({reason})" if reason else ""
         makes = ", ".join(_short(name) for name in part.makes)

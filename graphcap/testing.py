@@ -19,6 +19,7 @@ from torch import nn
 
 from graphcap._delayed import owners_of, run
 from graphcap._guards import modules_of, visited_modules
+from graphcap._part_check import Fault, first_fault, unsplittable
 from graphcap._parts import loss_of
 from graphcap._steps import Steps, run_plain
 from graphcap._tensors import flatten, paths, static_copy, tensor_problem, unflatten
@@ -125,6 +126,59 @@ def compare(
     return _Twins(build, inputs, optimizer, grad_mode, expect_no_grads, capture_options).run(steps)
 
 
+@dataclass(frozen=True, slots=True)
+class Bisection:
+    """True if graphed and eager agreed. fault: the first part whose graph differs from its own Python on the same inputs
+    (unit, part, name, the breaks before and after, value, difference, line); None also where they differ only together.
+    """
+
+    equal: bool
+    message: str
+    step: int | None = None
+    fault: Fault | None = None
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def bisect(
+    build: Build,
+    inputs: Inputs,
+    *,
+    steps: int = 20,
+    optimizer: MakeOptimizer | None = None,
+    grad_mode: bool = True,
+    expect_no_grads: bool = False,
+    **capture_options: Any,
+) -> Bisection:
+    """As `compare`; where that finds a difference, say which part's graph makes it.
+
+    At the step that differed, from the state before it, every part runs twice on the inputs that eager gives it: as the
+    Python that it was recorded from, and as its graph. The first difference is named: of outputs, buffers and random
+    state in the order of the forward, then of gradients in the order of the backward. Since every part gets eager's
+    inputs, one pass does what halving would: a fault in one part is not taken for one in the next. Where no part differs
+    by itself the fault lies between them (memory that two graphs share, a value that is expected where nobody put it).
+    """
+    if steps < 1:
+        raise PlanError(f"bisect(steps={steps}): expected at least 1")
+    twins = _Twins(build, inputs, optimizer, grad_mode, expect_no_grads, capture_options)
+    return twins.bisect(steps)
+
+
+def _fault_text(fault: Fault) -> str:
+    between = {
+        (True, True): "the whole callable",
+        (True, False): f"from the start to {fault.after}",
+        (False, True): f"from {fault.before} to the end",
+        (False, False): f"between {fault.before} and {fault.after}",
+    }[fault.before is None, fault.after is None]
+    made = f"\n  made at {fault.line}" if fault.line else ""
+    return f"{fault.unit}, part {fault.part}: {fault.name} ({between})\n  {fault.value}: {fault.difference}{made}"
+
+
 class _Side:
     """One of the two: its root module, its parameters, how a chunk is called, and its optimizer."""
 
@@ -222,6 +276,57 @@ class _Twins:
                 return self._verdict(False, step + 1, f"step {step}: {difference}{self._eager_spread(step)}")
             self._note_progress(before)
         return self._verdict(*self._proof(steps))
+
+    def bisect(self, steps: int) -> Bisection:
+        if self.disturbed is not None:
+            return Bisection(False, f"capture: {self.disturbed}")
+        for step in range(steps):
+            values, states = _host_copies(self.sides[0].root), _random_state(self.device)
+            before = {name: p.detach().clone() for name, p in self.sides[0].parameters.items()}
+            difference = self._compared_step(self.sides, step)
+            if difference is None:
+                self._note_progress(before)
+                continue
+            spread = self._eager_spread(step)
+            head = f"step {step}: {difference}{spread}"
+            if spread:
+                return Bisection(False, head, step)
+            reason = unsplittable(self.graphed._runner)
+            if reason is not None:
+                return Bisection(False, f"{head}\nThe parts of this capture can't be run one by one: {reason}", step)
+            _load(self.sides[0].root, values)
+            _set_random_state(self.device, states)
+            fault = self._first_fault(step)
+            if fault is None:
+                return Bisection(
+                    False,
+                    f"{head}\nNo part differs by itself: the fault lies between parts (memory that two graphs share, a "
+                    "value that is expected where nobody put it)",
+                    step,
+                )
+            where = f"The first part whose graph differs from its Python: {_fault_text(fault)}"
+            return Bisection(False, f"{head}\n{where}", step, fault)
+        equal, _, message = self._proof(steps)
+        return Bisection(equal, message)
+
+    def _first_fault(self, step: int) -> Fault | None:
+        """Every microbatch through every chunk; the output of one chunk's Python is the input of the next."""
+        self.graphed.reset()
+        runner = self.graphed._runner
+        with torch.set_grad_enabled(self.grad_mode):
+            for microbatch in range(self.order.microbatches):
+                args, kwargs = self.inputs(step * self.order.microbatches + microbatch)
+                for chunk, unit in enumerate(runner.plan.units):
+                    fault = first_fault(runner, chunk, microbatch, args, kwargs, difference)
+                    if fault is not None:
+                        return fault
+                    if chunk + 1 < self.order.chunks:
+                        leaves, structure = flatten(run_plain(unit.calls, args, kwargs))
+                        leaves = [
+                            t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t for t in leaves
+                        ]
+                        args, kwargs = (unflatten(structure, leaves),), {}
+        return None
 
     def _compared_step(self, sides: tuple[_Side, _Side], step: int) -> str | None:
         """One step of both sides from the same inputs and random state; the first difference."""

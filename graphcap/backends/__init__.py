@@ -23,7 +23,7 @@ def choose(name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> Backend:
     """
     if name not in ("auto", "tape", "cuda"):
         raise PlanError(f"backend={name!r}: expected 'auto', 'tape' or 'cuda'")
-    device = _common_device(name, tensors)
+    device = common_device(name, tensors)
     if device.type == "cpu":
         from graphcap.backends.tape import TapeBackend
 
@@ -41,7 +41,8 @@ def choose(name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> Backend:
     raise DeviceError(f"no backend for tensors on {device}: expected 'cpu' (tape) or 'cuda'")
 
 
-def _common_device(name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
+def common_device(name: str, tensors: Sequence[tuple[str, torch.Tensor]]) -> torch.device:
+    """The one device of all tensors; DeviceError where there are two."""
     if not tensors:
         return torch.device("cuda" if name == "cuda" else "cpu")
     first_name, first = tensors[0]

@@ -32,6 +32,33 @@ class Graph(ABC):
         """How many operations the graph holds (tape: operators; cuda: nodes, 0 where the driver can't tell)."""
 
 
+    @property
+    def empty(self) -> bool:
+        """Whether the graph is known to hold nothing (only views were made): its replay can be left out."""
+        return False
+
+
+class NoGraph(Graph):
+    """Stands for a graph that would hold nothing: a stretch of views alone, whose results lie where it reads."""
+
+    empty = True
+    operations = 0
+
+    def replay(self) -> None:
+        return None
+
+    def reset(self) -> None:
+        return None
+
+
+def unless_empty(graph: Graph) -> Graph:
+    """The graph, or `NoGraph` in its place; a replay of nothing costs a launch all the same."""
+    if not graph.empty:
+        return graph
+    graph.reset()
+    return NoGraph()
+
+
 class Pool(ABC):
     """Memory from which the tensors born in captures come. Captures into one pool may reuse each other's dead memory:
     whatever must survive the next capture is held by a reference until all captures are done."""

@@ -11,6 +11,7 @@ launcher of an extension that synchronises) invalidates the capture, and `_recov
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
@@ -42,13 +43,14 @@ class CudaGraph(Graph):
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._ready = False
-        self._operations = 0
+        self._operations: int | None = None  # None: not known
 
     def finish(self) -> None:
         """Make it launchable, once the capture ended well."""
         assert self._graph is not None
         self._operations = count_nodes(self._graph.raw_cuda_graph())
-        self._graph.instantiate()
+        with quiet_about_empty_graphs():
+            self._graph.instantiate()
         self._ready = True
 
     def replay(self) -> None:
@@ -66,7 +68,11 @@ class CudaGraph(Graph):
 
     @property
     def operations(self) -> int:
-        return self._operations
+        return self._operations or 0
+
+    @property
+    def empty(self) -> bool:
+        return self._ready and self._operations == 0
 
 
 class CudaPool(Pool):
@@ -201,7 +207,8 @@ class CudaBackend(Backend):
         except BaseException as error:
             failure = error
         try:
-            raw.capture_end()
+            with quiet_about_empty_graphs():
+                raw.capture_end()
         except Exception as error:
             self._recover(pool, clones)
             failure = failure or error
@@ -333,11 +340,19 @@ def unique(generators: Iterable[torch.Generator]) -> list[torch.Generator]:
     return list({private.generator_key(generator): generator for generator in generators}.values())
 
 
-def count_nodes(raw_graph: int) -> int:
-    """The nodes of a cudaGraph_t; 0 where cuda-bindings is missing or the driver can't tell."""
+@contextmanager
+def quiet_about_empty_graphs() -> Iterator[None]:
+    """torch warns about them; a stretch of views alone is one, and is left out at replay."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        yield
+
+
+def count_nodes(raw_graph: int) -> int | None:
+    """The nodes of a cudaGraph_t; None where cuda-bindings is missing or the driver can't tell."""
     try:
         from cuda.bindings import runtime
     except ImportError:
-        return 0
+        return None
     answer: Any = runtime.cudaGraphGetNodes(raw_graph, 0)
-    return int(answer[-1]) if int(answer[0]) == 0 else 0
+    return int(answer[-1]) if int(answer[0]) == 0 else None

@@ -90,6 +90,10 @@ class TapeGraph(Graph):
         return len(self._records)
 
     @property
+    def empty(self) -> bool:
+        return self._state == "ready" and not self._records
+
+    @property
     def born(self) -> tuple[Memory, ...]:
         return tuple(self._born)
 

@@ -374,7 +374,7 @@ class _DataSet(Base):
 @refused("an autocast region that spans breaks, and a weight cast in two parts of it", "cast by autocast")
 class _SharedCast(Base):
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             y = self.a(self.brk(self.a(x)))
         return self.b(y.float())
 
@@ -382,9 +382,9 @@ class _SharedCast(Base):
 @refused("a region that is off at the break, but not over", "cast by autocast")
 class _SharedCastOff(Base):
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             y = self.a(x)
-            with torch.autocast("cpu", enabled=False):
+            with torch.autocast(x.device.type, enabled=False):
                 y = self.brk(y.float())
             y = self.a(y)
         return self.b(y.float())
@@ -393,10 +393,10 @@ class _SharedCastOff(Base):
 @equal("a weight cast in two autocast regions")
 class _TwoCasts(Base):
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             y = self.a(x).float()
         y = self.brk(y)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             y = self.a(y).float()
         return self.b(self.brk2(y))
 

@@ -118,7 +118,7 @@ class _NoGrad(Base):
 class _Autocast(Base):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             y = self.b(h)
             z = self.brk(y)
             w = self.c(z)

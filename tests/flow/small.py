@@ -66,7 +66,7 @@ def rows(*shape: int, requires_grad: bool = False) -> torch.Tensor:
 
 def capture(module: Any, args: Any = None, kwargs: Any = None, **options: Any) -> graphcap.Graphed:
     """graphcap.capture on the tape; options that belong to CaptureConfig are put there."""
-    names = ("warmup", "grads", "outputs", "on_mismatch", "retain_graph", "recompute", "on_replay")
+    names = ("warmup", "grads", "outputs", "on_mismatch", "retain_graph", "on_replay", "recompute")
     config = {name: options.pop(name) for name in names if name in options}
     args = (torch.ones(4, 8),) if args is None else args  # draws no random number
     return graphcap.capture(

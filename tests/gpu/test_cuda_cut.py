@@ -86,7 +86,11 @@ def test_one_graph_more_than_experts_with_padding(name: str) -> None:
     for inputs in (tokens, padded):
         args, kwargs = on_gpu(inputs(0))
         plan = graphcap.capture(on_device(), args, kwargs, break_at=("*.experts", "auto")).plan
-        assert (len(plan.breaks), plan.graphs) == (experts, experts + 1), str(plan)
+        # some versions of transformers count in the load-balancing loss with bincount, which no graph can hold
+        others = [part for part in plan.breaks if "experts" not in part.name and "bincount" not in (part.reason or "")]
+        assert not others, str(plan)
+        assert len(plan.breaks) - len([p for p in plan.breaks if "experts" not in p.name]) == experts
+        assert plan.graphs == len(plan.breaks) + 1, str(plan)
 
 
 @pytest.mark.parametrize("kind", KINDS)

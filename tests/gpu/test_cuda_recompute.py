@@ -133,7 +133,7 @@ def test_the_pool_is_smaller() -> None:
         torch.cuda.empty_cache()
         reserved[recompute] = torch.cuda.memory_reserved() - before
         if recompute:
-            assert graphed.plan.recompute_saves > 6 * 8 * 4096 * 512 * 4
+            assert graphed.plan.recompute_saves >= 6 * 8 * 4096 * 512 * 4
         graphed.close()
         del graphed
     # 7 stretches of 8 rounds of 8 MiB against one stretch at a time
