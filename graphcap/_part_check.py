@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import torch
 
-from graphcap import _delayed, _guards, _warmup
+from graphcap import _delayed, _guards, _warmup_pass
 from graphcap._flight import Flight
-from graphcap._graphed import Runner
 from graphcap._parts import Running, differentiate, loss_of
 from graphcap._plan import PartPlan, Sample, UnitPlan
 from graphcap._replay import BoundPart, BoundSet
+from graphcap._runner import Runner
 from graphcap._tensors import CallSpec, flatten, tensors_of
 from graphcap._trace_follow import TracedProgram
 from graphcap.backends.refusal_modes import line_text
@@ -51,7 +51,7 @@ class Found(Exception):
         self.fault = fault
 
 
-class _Checked(_warmup._Pass):
+class _Checked(_warmup_pass.Pass):
     """A pass through all parts, each run twice: as Python, then as its graph."""
 
     bound: BoundSet

@@ -6,49 +6,34 @@ it. So lazy state settles, and shapes, structures and the flow of gradients are 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 
-from graphcap import _attributes, _delayed, _guards
+from graphcap import _delayed, _guards
 from graphcap._crossings import Crossings
-from graphcap._facts import Leaf
 from graphcap._facts import PartFacts as PartFacts
 from graphcap._facts import Pattern as Pattern
 from graphcap._facts import UnitFacts as UnitFacts
 from graphcap._facts import WarmupFacts as WarmupFacts
-from graphcap._facts_refusals import refuse_ambiguous_sums, refuse_change, refuse_shared_casts
 from graphcap._part_refusals import (
     refuse_other_calls,
     refuse_read_by_eager,
     refuse_shared_attributes,
-    refuse_sparse,
 )
 from graphcap._parts import (
-    Running,
-    close_part,
-    differentiate,
-    entry_values,
-    in_place_words,
-    loss_of,
-    open_part,
-    proxy_of,
-    run_calls,
-    sample_copies,
+    OutIndex,
 )
 from graphcap._plan import CapturePlan, PartPlan, Sample, UnitPlan, signature_keys, with_attributes
 from graphcap._quantization import Session
-from graphcap._recompute import EagerWatch
-from graphcap._tensors import TensorSpec, flatten, static_copy, tensors_of
+from graphcap._tensors import TensorSpec, flatten, same_constant, tensors_of
+from graphcap._warmup_pass import Pass, SetsAttributes
 from graphcap.backends.base import Backend
-from graphcap.errors import CutError, GraphcapError, SampleError, WarmupError
+from graphcap.errors import CutError, GraphcapError, WarmupError
 from graphcap.order import Phase
-from graphcap.partial_layer import EAGER, GRAPHED, Opened, PartialLayer, PartKind
+from graphcap.partial_layer import EAGER, GRAPHED, PartialLayer, PartKind
 
 
 def run(
@@ -64,8 +49,8 @@ def run(
                 unit = with_attributes(plan.units[need.unit], need.part, need.found)
                 plan = replace(plan, units=(*plan.units[: need.unit], unit, *plan.units[need.unit + 1 :]))
     facts = WarmupFacts(plan, parameters, units)
-    refuse_ambiguous_sums(facts)
-    refuse_shared_casts(facts)
+    _refuse_ambiguous_sums(facts)
+    _refuse_shared_casts(facts)
     return facts
 
 
@@ -129,7 +114,7 @@ class _UnitRuns:
         self.count = max(plan.config.warmup, 2) if self.trial.owners else plan.config.warmup
         self._done = self._waiting = 0
         self._reentrant = False
-        self._seen: _Pass | None = None
+        self._seen: Pass | None = None
         self._facts: list[PartFacts] | None = None
         self._changed: set[tuple[int, str]] = set()
         self._declared: set[tuple[int, str]] = set()
@@ -142,7 +127,7 @@ class _UnitRuns:
     def forward(self) -> None:
         top = self.unit.layers[0]
         with self._told(), self.plan.hooks.forward(self.number, top), self.session.run(self.number):
-            self._seen = _Pass(
+            self._seen = Pass(
                 self.unit,
                 self.sample,
                 self.parameters,
@@ -172,7 +157,7 @@ class _UnitRuns:
                 "otherwise than as a module (module.forward(x)?), or more than once. Call it once, as module(x)"
             )
         if self._facts is not None:
-            refuse_change(self._facts, facts)
+            _refuse_change(self._facts, facts)
         self._facts = facts
         self._done += 1
         if self.count == 1 and self._seen.sets_tensors:  # lazily, or at every call? Only a second run tells
@@ -229,7 +214,7 @@ def _observed(
     unit: UnitPlan, sample: Sample, parameters: _guards.Parameters, grad: bool, modules: Sequence[torch.nn.Module]
 ) -> tuple[dict[PartKind, set[int]], list[str]]:
     """One more forward, for detector D2; which addresses each kind of part reads, and the operators of graphed parts."""
-    run = _Pass(unit, sample, parameters, grad, modules, False, _delayed.Trial(()))
+    run = Pass(unit, sample, parameters, grad, modules, False, _delayed.Trial(()))
     run.crossings = Crossings(modules, tensors_of(flatten((run.args, run.kwargs))[0]), unit.program.attributes)
     try:
         with run.crossings:
@@ -254,336 +239,75 @@ def _holders(modules: Sequence[torch.nn.Module], addresses: set[int]) -> set[int
     return found
 
 
-class SetsAttributes(BaseException):
-    """A graphed part sets tensor attributes that its plan does not name: plan again with them. No Exception, so that the
-    user's `except Exception` lets it through."""
-
-    def __init__(self, part: PartPlan, found: tuple[tuple[torch.nn.Module, str], ...]) -> None:
-        super().__init__(part.name)
-        self.part, self.found = part, found
-        self.unit = 0  # the number of the unit, for whoever plans again
-
-
-class _Pass:
-    """One forward and backward through all parts of a unit."""
-
-    def __init__(
-        self,
-        unit: UnitPlan,
-        sample: Sample,
-        parameters: _guards.Parameters,
-        grad: bool,
-        modules: Sequence[torch.nn.Module],
-        reentrant: bool,
-        trial: _delayed.Trial,
-        on_replay: bool = False,
-        once: bool = False,
-    ) -> None:
-        self.once = once
-        self.unit, self.parameters, self.grad, self.modules = unit, parameters, grad, modules
-        self.reentrant, self.trial, self.on_replay = reentrant, trial, on_replay
-        self.visited: list[set[int]] = []  # per part; only where weight gradients are delayed
-        self.args, self.kwargs = sample_copies(sample)
-        self.env = entry_values(unit, self.args, self.kwargs)
-        self.sources: dict[int, tuple[int, int]] = {}
-        self.running: list[Running] = []
-        self.graphed_modules: set[int] = set()
-        self.eager_modules: set[int] = set()
-        self.used_parameters: set[int] = set()
-        self.changed_by_eager: set[tuple[int, str]] = set()
-        self.crossings: Crossings | None = None
-        self.sets_tensors = False
-        self.declared: set[tuple[int, str]] = set()  # plain attributes that graphed parts have changed
-        self.recompute = False
-        self._alive: list[Any] = []
-
-    def forward(self, *, watch: bool) -> None:
-        trace = self.unit.program.trace
-        with torch.set_grad_enabled(self.grad):
-            if trace is not None:
-                opened = partial(self._running, watch=watch)
-                self.graphed_modules |= trace.follow(self.args, self.kwargs, self.unit.parts, opened)
-                return
-            for part in self.unit.parts:
-                with _guards.visited_modules() as visited, self._running(part, watch) as opened_part:
-                    run_calls(part, opened_part.scope)
-                if part.kind is GRAPHED:
-                    self.graphed_modules |= visited
-
-    @contextmanager
-    def _running(self, part: PartPlan, watch: bool) -> Iterator[Opened]:
-        """One part; its calls run inside."""
-        eager = part.kind is not GRAPHED
-        before = _guards.plain_attributes(self.modules) if watch or eager else None
-        held = {} if eager or self.unit.program.trace is not None else _attributes.snapshot(self.modules)
-        versions = _guards.state_versions(self.modules) if eager else None
-        running, scope = open_part(part, self.env, self._proxy)
-        with in_place_words(part), self._looked_at(part, running), ExitStack() as stack:
-            visited = stack.enter_context(_guards.visited_modules()) if eager or self.trial.owners else set()
-            watch_eager = stack.enter_context(EagerWatch()) if eager and self.recompute else None
-            yield Opened(scope)
-        close_part(running, scope, self.env)
-        if self.trial.owners:  # a module whose forward is called is not called itself
-            called = _guards.modules_of([getattr(call.run, "run", call.run) for call in part.calls])
-            visited |= {id(module) for module in called}
-        self.visited.append(visited)
-        if eager:
-            self.eager_modules |= visited
-        if before is not None and eager:
-            changed = _guards.changed_attributes(before, _guards.plain_attributes(self.modules))
-            self.changed_by_eager |= changed
-            running.leaves_attributes = bool(changed)
-            running.changes_state = bool(changed) or versions != _guards.state_versions(self.modules)
-            if watch_eager is not None:
-                running.changes_state |= watch_eager.draws
-                running.buffers = watch_eager.of(b for module in self.modules for b in module.buffers())
-        elif before is None:
-            self.sets_tensors = self.sets_tensors or bool(_attributes.changes(held, _attributes.snapshot(self.modules)))
-        else:
-            self._refuse_host_effects(part, before, held)
-        if self.crossings is not None:
-            self.crossings.made(part.name, part.kind, running.proxies, running.made)
-        for place, tensor in enumerate(running.made):
-            if running.returned[place] is None:
-                self.sources[id(tensor)] = (part.index, place)
-        self._alive.append(running)  # ids are only names while their objects live
-        self.running.append(running)
-
-    def _refuse_host_effects(
-        self, part: PartPlan, before: _guards.Attributes, held: _attributes.Snapshot
-    ) -> None:
-        known = {attribute.place for attribute in self.unit.program.attributes}
-        if self.unit.program.trace is None:
-            found = _attributes.changes(held, _attributes.snapshot(self.modules))
-            here = {a.place for a in self.unit.program.attributes if a.by == part.calls[-1].name}
-            fresh = {place: module for place, (module, _) in found.items() if place not in here}
-            if fresh:
-                raise SetsAttributes(part, tuple((module, key) for (_, key), module in fresh.items()))
-        after = _guards.plain_attributes(self.modules)
-        if self.on_replay:
-            plain = _guards.declarable(self.modules)
-            self.declared |= (_guards.changed_attributes(before, after) & plain) - known
-            known |= plain
-        _guards.refuse_host_effects(before, after, part.name, known)
-
-    @contextmanager
-    def _looked_at(self, part: PartPlan, running: Running) -> Iterator[None]:
-        """Under detector D2, if this pass has it. A cast that autocast made in one part is not for another."""
-        if self.crossings is None:
-            yield
-            return
-        with _guards.kept_autocast(), self.crossings.part(part.name, part.kind, running.proxies):
-            yield
-
-    def _proxy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return proxy_of(tensor, tensor.requires_grad and self.grad)
-
-    def backward(self, *, keep_values: bool) -> tuple[list[PartFacts], bool]:
-        """Differentiate the way in which a caller usually starts; in the last pass, with `keep_values`, every way."""
-        shapes = [_Shape(running, self) for running in self.running]
-        if self.grad:
-            usual, *others = self._seeds(all_ways=keep_values and not self.trial.owners and not self.once)
-            self._one_backward(shapes, usual)
-            for seeds in others:
-                before = [len(shape.patterns) for shape in shapes]
-                try:
-                    self._one_backward(shapes, seeds)
-                except GraphcapError:
-                    raise
-                except Exception:
-                    # A backward that frees what its forward saved (TE's modules) runs once. Then the graph for all outputs
-                    # serves the other ways too, on zeros, as in torch's and TE's function.
-                    for shape, count in zip(shapes, before, strict=True):
-                        del shape.patterns[count:]
-                    break
-        return [shape.facts(keep_values) for shape in shapes], self.reentrant
-
-    def _seeds(self, all_ways: bool) -> list[set[tuple[int, int]]]:
-        """Sets of (part, place) from which a backward may start, the usual one first: the loss if there is one, else every
-        output. Of up to three outputs, any subset; of more, each alone."""
-        value = self.unit.program.result(self.env)
-        held = [self.env[a.value] for a in self.unit.program.attributes if a.value is not None]
-        every = {
-            self.sources[id(t)]
-            for t in tensors_of(flatten((value, held))[0])
-            if t.requires_grad and id(t) in self.sources
-        }
-        loss = loss_of(value)
-        usual = {self.sources[id(loss)]} if loss is not None and id(loss) in self.sources else every
-        if not all_ways:
-            return [usual]
-        sizes = range(len(every), 0, -1) if len(every) <= 3 else (len(every), 1)
-        ways = [set(subset) for size in sizes for subset in itertools.combinations(sorted(every), size)]
-        return [usual, *(way for way in ways if way != usual)]
-
-    def _one_backward(self, shapes: list[_Shape], seeds: set[tuple[int, int]]) -> None:
-        arrived: dict[tuple[int, int], torch.Tensor] = {
-            (part, place): torch.ones_like(self.running[part].made[place]) for part, place in seeds
-        }
-        for shape in reversed(shapes):
-            running = shape.running
-            places = [i for i, tensor in enumerate(running.made) if tensor.requires_grad]
-            pattern = tuple((running.part.index, place) in arrived for place in places)
-            shape.patterns.append(pattern)
-            for place in places:
-                if (running.part.index, place) in arrived:
-                    shape.grad_strides.setdefault(place, dense_strides(arrived[running.part.index, place]))
-            if not any(pattern):
-                continue
-            outputs = [running.made[p] for p in places if (running.part.index, p) in arrived]
-            gradients = [arrived[running.part.index, p] for p in places if (running.part.index, p) in arrived]
-            wanted = [p for p in running.proxies if p.requires_grad]
-            trainable = [p for p in self.parameters.alias if p.requires_grad]
-            results, self.reentrant = differentiate(outputs, [*wanted, *trainable], gradients, self.reentrant)
-            self.trial.after_backward(running.part.index, self.visited[running.part.index], self.parameters)
-            if running.part.kind is GRAPHED:
-                refuse_sparse(results, running.part)
-            for proxy, gradient in zip(wanted, results[: len(wanted)], strict=True):
-                if gradient is not None:
-                    number = next(i for i, p in enumerate(running.proxies) if p is proxy)
-                    shape.grad_inputs.add(number)
-                    source = self.sources.get(id(running.inputs[number]))
-                    if source is not None:
-                        arrived[source] = arrived[source] + gradient if source in arrived else gradient
-            for parameter, gradient in zip(trainable, results[len(wanted) :], strict=True):
-                if gradient is not None:
-                    index = self.parameters.index_of(parameter)
-                    assert index is not None
-                    shape.parameters.add(index)
-                    if running.part.kind is GRAPHED:
-                        self.used_parameters.add(id(self.parameters.real[index]))
-
-
-class _Shape:
-    """Collects the facts of one part."""
-
-    def __init__(self, running: Running, run_pass: _Pass) -> None:
-        self.running, self._pass = running, run_pass
-        self.patterns: list[Pattern] = []
-        self.grad_strides: dict[int, tuple[int, ...]] = {}
-        self.grad_inputs: set[int] = set()
-        self.parameters: set[int] = set()
-        self.repeated: set[int] = set()
-        self.cast: set[int] = set()
-        if run_pass.grad:
-            self._note_casts()
-            if running.part.kind is GRAPHED:
-                self._note_leaves()
-
-    def _note_casts(self) -> None:
-        for node, leaf in _guards.leaf_edges(t for t in self.running.made if t.requires_grad):
-            index = self._pass.parameters.index_of(leaf)
-            if index is not None and type(node).__name__ == "ToCopyBackward0":
-                self.cast.add(index)
-
-    def _note_leaves(self) -> None:
-        """What a graphed part's outputs lead to gets gradients, whether or not one came in this run: an eager part may
-        send none back for just these samples. Detector D1: every leaf is one of the proxies or a parameter."""
-        running = self.running
-        for leaf, count in _guards.leaves_of(t for t in running.made if t.requires_grad):
-            index = self._pass.parameters.index_of(leaf)
-            number = next((i for i, proxy in enumerate(running.proxies) if proxy is leaf), None)
-            if index is not None:
-                self._refuse_bypass(leaf, index)
-                self.parameters.add(index)
-                self._pass.used_parameters.add(id(self._pass.parameters.real[index]))
-                if count > 1:
-                    self.repeated.add(index)
-            elif number is not None:
-                self.grad_inputs.add(number)
-            else:
-                self._refuse_lost(leaf)
-
-    def _refuse_lost(self, leaf: torch.Tensor) -> None:
-        raise CutError(
-            f"part {self.running.part.name} uses a tensor of shape {list(leaf.shape)} that requires grad but is neither an "
-            "argument nor a parameter of the captured modules, so its gradient would be lost: register it as a parameter, "
-            "or pass it as an argument"
-        )
-
-    def _refuse_bypass(self, leaf: torch.Tensor, index: int) -> None:
-        parameters = self._pass.parameters
-        if leaf is not parameters.alias[index]:
+def _refuse_change(before: Sequence[PartFacts], after: Sequence[PartFacts]) -> None:
+    """Warm-up runs on equal arguments must agree: what changes between them can't be in a graph."""
+    for old, new in zip(before, after, strict=True):
+        if old.make_structure != new.make_structure or len(old.made) != len(new.made):
+            raise CutError(f"part {old.part.name}: its outputs have another structure at every run")
+        for a, b in zip(old.made, new.made, strict=True):
+            if a != b:
+                raise CutError(
+                    f"part {old.part.name}: an output was {a} in one run and {b} in the next{_rest(a, b)}. What crosses a "
+                    "break must have a static shape: let the eager part contain whatever reads the dynamic tensor"
+                )
+        if old.returned != new.returned or old.read_index != new.read_index:
             raise CutError(
-                f"part {self.running.part.name} reaches the parameter {parameters.names[index]} otherwise than as an "
-                "attribute of its module (in a plain list, a closure?), so its gradient would be lost: read it from the "
-                "module, or keep it in an nn.ParameterList"
+                f"part {old.part.name}: it returned the very tensor it was given in one run and another one in the next. "
+                "Return a new tensor always (x.view_as(x) is one), or never"
             )
-
-    def _reach(self, results: Sequence[torch.Tensor]) -> tuple[frozenset[int], ...]:
-        """Per differentiable output the results that it leads to. What no edge shows (the parameters of a reentrant
-        checkpoint), any output may lead to."""
-        reach = [_reached(tensor, results) for tensor in self.running.made if tensor.requires_grad]
-        every = frozenset(range(len(results)))
-        hidden = every if self._pass.reentrant else every.difference(*reach)
-        return tuple(reached | hidden for reached in reach)
-
-    def facts(self, keep_values: bool) -> PartFacts:
-        running, run_pass = self.running, self._pass
-        parameters = tuple(sorted(self.parameters))
-        grad_inputs = tuple(sorted(self.grad_inputs))
-        results = [running.proxies[i] for i in grad_inputs] + [run_pass.parameters.alias[i] for i in parameters]
-        differentiable = [tensor for tensor in running.made if tensor.requires_grad]
-        patterns = tuple(dict.fromkeys(self.patterns))
-        every = (True,) * len(differentiable)
-        if differentiable and running.part.kind is GRAPHED and run_pass.once:
-            patterns = (every,)
-        elif differentiable and running.part.kind is GRAPHED and every not in patterns:
-            patterns = (*patterns, every)
-        leaves = tuple(
-            Leaf(TensorSpec.of(t), run_pass.sources.get(id(t)))
-            for t in running.inputs
-        )
-        values = _kept_values(running) if keep_values and running.part.kind is not GRAPHED else ()
-        assert running.structure is not None
-        assert running.make_structure is not None
-        return PartFacts(
-            running.part,
-            running.structure,
-            tuple(leaf for leaf in running.leaves if not isinstance(leaf, torch.Tensor)),
-            tuple(running.read_index),
-            leaves,
-            running.make_structure,
-            tuple(running.make_leaves),
-            tuple(TensorSpec.of(t) for t in running.made),
-            tuple(p for p in patterns if any(p)),
-            tuple(
-                self.grad_strides.get(place, dense_strides(tensor))
-                for place, tensor in enumerate(running.made)
-                if tensor.requires_grad
-            ),
-            grad_inputs,
-            parameters,
-            self._reach(results),
-            tuple(sorted(self.repeated)),
-            tuple(sorted(self.cast)),
-            tuple(running.returned),
-            values,
-            run_pass.trial.work(running.part.index),
-            running.changes_state,
-            running.leaves_attributes,
-            running.buffers,
-        )
+        for x, y in zip(old.make_leaves, new.make_leaves, strict=True):
+            if not (isinstance(x, OutIndex) and isinstance(y, OutIndex)) and not same_constant(x, y):
+                raise CutError(
+                    f"part {old.part.name}: it returned {x!r} in one run and {y!r} in the next; a graph would freeze it"
+                )
 
 
-def _reached(output: torch.Tensor, results: Sequence[torch.Tensor]) -> frozenset[int]:
-    leaves = [leaf for leaf, _ in _guards.leaves_of([output])]
-    return frozenset(i for i, result in enumerate(results) if any(leaf is result for leaf in leaves))
+def _rest(a: TensorSpec, b: TensorSpec) -> str:
+    """What the short text of two specs does not show."""
+    if str(a) != str(b):
+        return ""
+    return f" (strides {list(a.stride)} and {list(b.stride)}, requires_grad {a.requires_grad} and {b.requires_grad})"
 
 
-def _kept_values(running: Running) -> tuple[torch.Tensor, ...]:
-    try:
-        return tuple(static_copy(tensor) for tensor in running.made)
-    except SampleError as error:
-        raise CutError(
-            f"eager part {running.part.name} makes a tensor with elements that share memory (unfold, as_strided), which has "
-            "no static copy: return .contiguous()"
-        ) from error
+def _refuse_ambiguous_sums(facts: WarmupFacts) -> None:
+    """A parameter used in several parts, and more than once in one that is not the last of them."""
+    # Eager adds the gradients of single uses, the latest use first: (late + early_b) + early_a. A node adds its own
+    # first: late + (early_b + early_a). The bits differ.
+    for unit in (sets[0] for sets in facts.units):
+        for number, part in enumerate(unit.parts):
+            later = {index for other in unit.parts[number + 1 :] for index in other.parameters}
+            for index in part.repeated:
+                if index in later:
+                    raise CutError(
+                        f"parameter {facts.parameters.names[index]} is used more than once in part {part.part.name} and "
+                        "again in a later part: its gradients would be added in another order than eager's. Use it once "
+                        "per part, or let the part be EAGER"
+                    )
 
 
-def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides for memory in which every element of a tensor of this layout has a place of its own."""
-    return torch.empty_like(tensor, device="meta").stride()
+def _refuse_shared_casts(facts: WarmupFacts) -> None:
+    """An autocast region casts a parameter once and adds the gradients of all its uses in the low precision; parts cast by
+    themselves, and their gradients are added in the parameter's own. The region may surround the call, or be opened
+    inside the callable and still be open at a break."""
+    for unit in (sets[0] for sets in facts.units):
+        seen: dict[tuple[int, int], str] = {}  # parameter, region -> the last part
+        region = 0
+        for part in unit.parts:
+            closed = part.part.kind is not GRAPHED and not _inside_region(part.part)
+            region += closed
+            for index in part.cast:
+                device = facts.parameters.real[index].device.type
+                around = torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()
+                key = (index, -1 if around else region)
+                if key in seen:
+                    raise CutError(
+                        f"parameter {facts.parameters.names[index]} is cast by autocast in part {seen[key]} and again in "
+                        f"part {part.part.name}: eager casts it once and adds its gradients in the low precision, graphs "
+                        "can't. Use it in one part, or let every such region be torch.autocast(..., cache_enabled=False)"
+                    )
+                seen[key] = part.part.name
+            region += closed
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+def _inside_region(part: PartPlan) -> bool:
+    return any(getattr(call.run, "in_caching_autocast", False) for call in part.calls)
