@@ -224,20 +224,32 @@ def forward_graphed(model: HybridModel, batch: Batch) -> Candidate:
 
 
 class Piece(nn.Module):
-    """A static piece as torch's function wants it: tensors in, a flat tuple of tensors out, its parameters alone."""
+    """A static piece as torch's function wants it: tensors in, a flat tuple of tensors out, its parameters alone. What it
+    reads besides tensors is the same at every call, and is kept."""
 
     def __init__(self, part: PartPlan, used: Sequence[nn.Parameter]) -> None:
         super().__init__()
         self.part = part
         self.used = nn.ParameterList(used)
+        self.constants: dict[str, Any] = {}
         self.shape: Any = None
+        self.leaves: list[Any] = []
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        scope: dict[str, Any] = dict(zip(self.part.reads, tensors, strict=True))
+        arrived = iter(tensors)
+        scope: dict[str, Any] = {
+            name: self.constants[name] if name in self.constants else next(arrived) for name in self.part.reads
+        }
         for call in self.part.calls:
             run_call(call, scope)
-        leaves, self.shape = flatten([scope[name] for name in self.part.makes])
-        return tuple(tensors_of(leaves))
+        self.leaves, self.shape = flatten([scope[name] for name in self.part.makes])
+        return tuple(tensors_of(self.leaves))
+
+    def put(self, made: Sequence[Tensor], env: dict[str, Any]) -> None:
+        """Results into `env`, by name, with what is no tensor in its place."""
+        tensors = iter(made)
+        leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        env.update(zip(self.part.makes, unflatten(self.shape, leaves), strict=True))
 
 
 class Pieces:
@@ -250,8 +262,9 @@ class Pieces:
         env = entry_values(self.unit, args, {})
         for part in self.unit.parts:
             if part.index in self.graphed:
-                made = self.graphed[part.index](*(env[name] for name in part.reads))
-                env.update(zip(part.makes, unflatten(self.pieces[part.index].shape, made), strict=True))
+                piece = self.pieces[part.index]
+                reads = (env[name] for name in part.reads if name not in piece.constants)
+                piece.put(self.graphed[part.index](*reads), env)
             else:
                 for call in part.calls:
                     run_call(call, env)
@@ -269,7 +282,10 @@ def pieces_of(model: HybridModel, batch: Batch) -> tuple[Any, dict[int, Piece], 
     env = entry_values(unit, batch, {})
     for part in unit.parts:
         if part.kind is GRAPHED:
-            samples.append(tuple(env[name].detach().requires_grad_(env[name].requires_grad) for name in part.reads))
+            values = {name: env[name] for name in part.reads}
+            pieces[part.index].constants = {name: v for name, v in values.items() if not isinstance(v, Tensor)}
+            tensors = [value for value in values.values() if isinstance(value, Tensor)]
+            samples.append(tuple(value.detach().requires_grad_(value.requires_grad) for value in tensors))
         for call in part.calls:
             run_call(call, env)
     return unit, pieces, samples
@@ -341,7 +357,7 @@ def breakable(model: HybridModel, batch: Batch) -> Candidate:
                 for call in part.calls:
                     run_call(call, env)
                 if first and part.kind is not GRAPHED:
-                    buffers[part.index] = [torch.empty_like(env[name]) for name in part.makes]
+                    buffers[part.index] = [torch.empty_like(env[name]) for name in part.makes]  # tensors, in this model
             else:
                 into(part.index, *(env[name] for name in part.reads))
                 env.update(zip(part.makes, buffers[part.index], strict=True))

@@ -10,9 +10,10 @@ The graphed model computes what the eager model computes, bit for bit; or it say
 import importlib
 from types import ModuleType
 
-from graphcap._graphed import Graphed, Stats, disabled
+from graphcap._graphed import Graphed
 from graphcap._plan import CapturePlan
 from graphcap._planned import ModelPlan, PlannedPart, plan
+from graphcap._runner import Stats, disabled
 from graphcap.config import CaptureConfig
 from graphcap.errors import (
     ArgumentError,

@@ -26,7 +26,6 @@ from graphcap._capture_set import BackwardGraph as BackwardGraph
 from graphcap._capture_set import CaptureSet as CaptureSet
 from graphcap._capture_set import GraphSet as GraphSet
 from graphcap._capture_set import PartGraphs as PartGraphs
-from graphcap._capture_set import idle_parts
 from graphcap._facts import PartFacts, Pattern, UnitFacts, WarmupFacts
 from graphcap._parts import (
     OutIndex,
@@ -46,7 +45,7 @@ from graphcap._plan import PartPlan, Sample, UnitPlan
 from graphcap._quantization import Session
 from graphcap._recompute import Again
 from graphcap._record_again import SecondForward
-from graphcap._shared_memory import loosened, static_bytes
+from graphcap._shared_memory import idle_parts, loosened, static_bytes
 from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
 from graphcap.backends.base import Backend, Graph, Pool, unless_empty
 from graphcap.errors import CaptureError, CutError, GraphcapError
@@ -143,9 +142,7 @@ class Recorder:
         for pool in pools:
             pool.poison()
         static, saved = static_bytes(plan, [s for unit_sets in sets for s in unit_sets], self.buffers.values())
-        plan = replace(
-            plan, static_bytes=static, shared_bytes=saved, idle=idle_parts(sets), recompute_saves=self.saved
-        )
+        plan = replace(plan, static_bytes=static, shared_bytes=saved, recompute_saves=self.saved, idle=idle_parts(sets))
         return CaptureSet(plan, self.facts.parameters, sets, self.buffers, pools, tuple(kept), self.operations)
 
     def _settle(self, key: tuple[int, int], work: _Work) -> None:
@@ -256,7 +253,6 @@ class Recorder:
                     yield Opened(scope)
                 close_part(running, scope, env)
         _guards.refuse_host_effects(before, _guards.plain_attributes(modules), part.part.name, self._allowed(work))
-        graph = unless_empty(graph)
         self.operations += graph.operations
         self._agree(part, running)
         outputs = [t.detach() for t in running.made]
@@ -395,7 +391,6 @@ class Recorder:
                 else:
                     with self.backend.capture(work.pool, self.generators) as graph:
                         results, arena = finish(part.made, part.proxies)
-            graph = unless_empty(graph)
             self.operations += graph.operations
             held = [None if r is None else r.detach() for r in results]
             if adding:
@@ -594,10 +589,10 @@ def _frozen(work: _Work) -> GraphSet:
             part.facts,
             tuple(part.inputs),
             tuple(part.linked),
-            part.forward,
+            unless_empty(part.forward),
             tuple(part.outputs),
             tuple(part.grad_outputs),
-            dict(part.backward),
+            {p: tuple(replace(g, graph=unless_empty(g.graph)) for g in graphs) for p, graphs in part.backward.items()},
             part.again,
         )
         for part in work.statics

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,13 +77,3 @@ class CaptureSet:
     pools: tuple[Pool, ...]
     kept: tuple[Any, ...]
     operations: int
-
-
-def idle_parts(sets: Sequence[Sequence[GraphSet]]) -> frozenset[tuple[int, int]]:
-    """(unit, part) of the graphed parts whose forward holds no operation, whatever the graph set."""
-    return frozenset(
-        (number, index)
-        for number, unit in enumerate(sets)
-        for index, part in enumerate(unit[0].parts if unit else ())
-        if part is not None and part.forward.empty
-    )

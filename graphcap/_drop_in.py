@@ -11,8 +11,8 @@ from torch import nn
 
 from graphcap._drop_in_args import Graphable, Quantized
 from graphcap._flight import Side
-from graphcap._graphed import Runner, Stats
 from graphcap._plan import CapturePlan
+from graphcap._runner import Runner, Stats
 from graphcap._tensors import same_constant
 from graphcap.errors import InputMismatch
 from graphcap.order import Order

@@ -9,16 +9,16 @@ from typing import Any, Protocol
 
 import torch
 
-from graphcap import _delayed, _guards, _warmup
+from graphcap import _delayed, _guards, _warmup_pass
 from graphcap._flight import Flight
-from graphcap._graphed import Runner
 from graphcap._parts import Running, differentiate, loss_of
 from graphcap._plan import PartPlan, Sample, UnitPlan
 from graphcap._replay import BoundPart, BoundSet
+from graphcap._runner import Runner
 from graphcap._tensors import CallSpec, flatten, tensors_of
 from graphcap._trace_follow import TracedProgram
 from graphcap.backends.refusal_modes import line_text
-from graphcap.errors import GraphcapError, PlanError
+from graphcap.errors import GraphcapError
 from graphcap.partial_layer import GRAPHED, Opened
 
 
@@ -51,7 +51,7 @@ class Found(Exception):
         self.fault = fault
 
 
-class _Checked(_warmup._Pass):
+class _Checked(_warmup_pass.Pass):
     """A pass through all parts, each run twice: as Python, then as its graph."""
 
     bound: BoundSet
@@ -181,6 +181,18 @@ class _Checked(_warmup._Pass):
             self.compare(part, f"gradient of {self.parameters.names[number]}", result, eager)
 
 
+def unsplittable(runner: Runner) -> str | None:
+    """Why the parts of a capture can't be run one by one, or None."""
+    parts = [part for sets in runner.sets for bound in sets for part in bound.parts if part is not None]
+    if runner.plan.config.recompute is not None:
+        return "recompute='part' ties a backward to the forward before it"
+    if any(part.quantized is not None for part in parts):
+        return "it runs quantised modules, whose state moves along with the steps"
+    if any(part.facts.delayed is not None for part in parts):
+        return "it delays weight gradients"
+    return None
+
+
 def first_fault(
     runner: Runner, number: int, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], judge: Judge
 ) -> Fault | None:
@@ -188,11 +200,6 @@ def first_fault(
     modules are as before afterwards."""
     unit: UnitPlan = runner.plan.units[number]
     bound = runner.sets[number][unit.set_of[microbatch]]
-    if any(part is not None and (part.quantized is not None or part.facts.delayed is not None) for part in bound.parts):
-        raise PlanError(
-            f"{unit.title} runs quantised modules or delays weight gradients: such parts can't be run one by one. Use "
-            "compare"
-        )
     modules = _guards.modules_of(unit.layers)
     grad = bound.facts.grad and torch.is_grad_enabled()
     sample = Sample(bound.slot.number, args, kwargs, CallSpec.of(args, kwargs), (microbatch,))

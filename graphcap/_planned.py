@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphcap import _delayed, _guards, _plan, _trace_plan, _warmup
+from graphcap import _delayed, _guards, _plan, _trace_plan, _warmup, _warmup_pass
 from graphcap import _torch_private as private
 from graphcap._breaks import Planning
 from graphcap._facts import PartFacts, WarmupFacts
@@ -259,7 +259,7 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Looking(_warmup._Pass):
+class _Looking(_warmup_pass.Pass):
     """A warm-up pass that notes what every part uses."""
 
     uses: dict[int, _Uses]

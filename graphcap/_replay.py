@@ -34,7 +34,7 @@ from graphcap._tensors import (
     static_copy,
     unflatten,
 )
-from graphcap._warmup import dense_strides
+from graphcap._warmup_pass import dense_strides
 from graphcap.errors import InputMismatch, ReplayError, StateError
 from graphcap.order import Phase
 

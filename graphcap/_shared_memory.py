@@ -87,6 +87,16 @@ def _handed_out(part: PartGraphs, stays: Callable[[int], bool]) -> Iterable[torc
                     yield result
 
 
+def idle_parts(sets: Sequence[Sequence[GraphSet]]) -> frozenset[tuple[int, int]]:
+    """(unit, part) of the graphed parts whose forward holds no operation, whatever the graph set."""
+    return frozenset(
+        (number, index)
+        for number, unit in enumerate(sets)
+        for index, part in enumerate(unit[0].parts if unit else ())
+        if part is not None and part.forward.empty
+    )
+
+
 # --------------------------------------------------------------------------------------------------------------- bytes
 
 

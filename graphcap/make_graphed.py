@@ -11,9 +11,10 @@ from torch import nn
 from graphcap import _capture, _delayed, _drop_in, _guards, _plan, _quantization, _trace_plan, _warmup
 from graphcap import _drop_in_args as args_of
 from graphcap._drop_in_args import Graphable
-from graphcap._graphed import Ambient, Graphed, Runner
+from graphcap._graphed import Graphed
 from graphcap._plan import CapturePlan, Layers
 from graphcap._ranks import Ranks
+from graphcap._runner import Ambient, Runner
 from graphcap._tensors import call_args, call_kwargs, flatten
 from graphcap.backends import choose
 from graphcap.backends.scopes import is_capturing

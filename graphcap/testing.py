@@ -19,7 +19,7 @@ from torch import nn
 
 from graphcap._delayed import owners_of, run
 from graphcap._guards import modules_of, visited_modules
-from graphcap._part_check import Fault, first_fault
+from graphcap._part_check import Fault, first_fault, unsplittable
 from graphcap._parts import loss_of
 from graphcap._steps import Steps, run_plain
 from graphcap._tensors import flatten, paths, static_copy, tensor_problem, unflatten
@@ -291,6 +291,9 @@ class _Twins:
             head = f"step {step}: {difference}{spread}"
             if spread:
                 return Bisection(False, head, step)
+            reason = unsplittable(self.graphed._runner)
+            if reason is not None:
+                return Bisection(False, f"{head}\nThe parts of this capture can't be run one by one: {reason}", step)
             _load(self.sides[0].root, values)
             _set_random_state(self.device, states)
             fault = self._first_fault(step)

@@ -21,7 +21,7 @@ from graphcap import CutError, ForbiddenOpError, _capture, _guards, _torch_priva
 from graphcap._crossings import Crossings
 from graphcap._trace_follow import _Follower
 from graphcap._trace_owners import Owners
-from graphcap._warmup import _Shape
+from graphcap._warmup_pass import _Shape
 from graphcap.backends.scopes import is_capturing
 from graphcap.backends.tape_record import Recorder
 from tests.cut.cases import WIDTH, Base, Break, drawn

@@ -17,9 +17,9 @@ SCALE = 1.0
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, norm: type[nn.Module] = nn.BatchNorm1d) -> None:
         super().__init__()
-        self.linear, self.cut, self.norm = nn.Linear(4, 4), Cut(), nn.BatchNorm1d(4)
+        self.linear, self.cut, self.norm = nn.Linear(4, 4), Cut(), norm(4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.norm(self.cut(torch.dropout(self.linear(x), 0.2, self.training)) + x) * SCALE
@@ -102,6 +102,27 @@ def test_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch, part: int, grads: Any
     found = run(config=graphcap.CaptureConfig(grads=grads))
     assert not found and found.fault is not None and found.fault.part == part
     assert found.fault.value.startswith("gradient of")
+
+
+def test_recomputed_activations_tie_parts_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rebuild() -> nn.Module:
+        return nn.Sequential(Block(nn.LayerNorm), Block(nn.LayerNorm))  # no running statistics: recompute refuses them
+
+    def recomputed() -> graphcap.testing.Bisection:
+        config = graphcap.CaptureConfig(recompute="part")
+        with deterministic("cpu"):
+            return bisect(rebuild, inputs, steps=4, backend="tape", break_at="*.cut", config=config)
+
+    assert recomputed()
+    plain = BoundPart.backward
+
+    def wrong(self: BoundPart, flight: Any, gradients: Any) -> Any:
+        changed = [None if g is None else g * 2 for g in gradients] if self.index == 2 else gradients
+        return plain(self, flight, changed)
+
+    monkeypatch.setattr(BoundPart, "backward", wrong)
+    found = recomputed()
+    assert not found and found.fault is None and "can't be run one by one: recompute='part'" in str(found)
 
 
 def test_a_global_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -397,5 +397,5 @@ def test_compare_names_the_first_difference(monkeypatch: Monkeypatch, damage: st
 def test_gradients_that_arrive_with_other_strides(monkeypatch: Monkeypatch) -> None:
     """Kernels sum a transposed gradient in another order, so the static one has the strides that eager's has."""
     assert_equal(DirectLayouts, batches(301, 32))
-    monkeypatch.setattr(graphcap._warmup, "dense_strides", lambda t: torch.empty(t.shape, device="meta").stride())
+    monkeypatch.setattr(graphcap._warmup_pass, "dense_strides", lambda t: torch.empty(t.shape, device="meta").stride())
     found(DirectLayouts, batches(301, 32), says="gradient of one.bias")

@@ -156,7 +156,7 @@ def any_order(draw: st.DrawFn) -> Order:
         steps.append(Step(*chosen))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(any_order())
 def test_any_order(order: Order) -> None:
     assert_equal(lambda: stateful_chunks(order.chunks), order=order, steps=3)
