@@ -24,6 +24,15 @@ def state_of(unit: UnitPlan, facts: UnitFacts) -> tuple[torch.Tensor, ...]:
     return tuple({id(parameter): parameter for parameter in own}.values())
 
 
+def _made(part: PartPlan, before: Callable[[Call], None] | None, *values: Any) -> list[Any]:
+    scope = {NOTHING: None, **dict(zip(part.reads, values, strict=True))}
+    for call in part.calls:
+        if before is not None:
+            before(call)
+        run_call(call, scope)
+    return [scope[name] for name in part.makes]
+
+
 def run_eager(
     part: PartPlan,
     facts: PartFacts,
@@ -31,17 +40,14 @@ def run_eager(
     before: Callable[[Call], None],
     state: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Run an eager part as it is, and check that what it made is what the next graph expects. before: each call. With
-    `state` (what it may read besides) it runs under torch's checkpoint."""
-
+    """Run an eager part as it is, and check that what it made is what the next graph expects. `before`: each call. With
+    `state` (what it may read besides) it runs under torch's checkpoint, where no attributes are to be set."""
     values = [env[name] for name in part.reads]
     if state is not None and torch.is_grad_enabled():
-        for call in part.calls:
-            before(call)
-        # What the checkpoint keeps must not lead back to the results: their flight would end with the garbage collector.
-        makes = run_checkpointed(part.name, partial(_run, part, _nothing), values, (*state, *facts.buffers))
+        # Autograd keeps what is run again: `before` knows all values of the call, and would keep its last results alive.
+        makes = run_checkpointed(part.name, partial(_made, part, None), values, (*state, *facts.buffers))
     else:
-        makes = _run(part, before, *values)
+        makes = _made(part, before, *values)
     leaves, structure = flatten(makes)
     if structure != facts.make_structure:
         raise InputMismatch(f"eager part {part.name} returned another structure than at capture")

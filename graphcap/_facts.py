@@ -37,7 +37,7 @@ class PartFacts:
     the place in `reads` of the tensor that an eager part hands on as it came, where output i is one.
     values: copies of what an eager part made, so that recording runs on real values. delayed: what its modules put off
     in `backward` and do in `backward_dw()`. changes_state: an eager part changed a buffer or an attribute, so it must not
-    run twice; buffers: those that it read (both for recompute).
+    run twice; leaves_attributes: the latter; buffers: those that it read (all for recompute).
     """
 
     part: PartPlan
@@ -59,6 +59,7 @@ class PartFacts:
     values: tuple[torch.Tensor, ...] = ()
     delayed: DelayedWork | None = None
     changes_state: bool = False
+    leaves_attributes: bool = False
     buffers: tuple[torch.Tensor, ...] = ()
 
     @property

@@ -39,6 +39,7 @@ class Running:
     make_structure: Structure | None = None
     returned: list[int | None] = field(default_factory=list)
     changes_state: bool = False
+    leaves_attributes: bool = False
     buffers: tuple[torch.Tensor, ...] = ()
 
 

@@ -513,6 +513,8 @@ class BoundSet:
         self.alias = alias
         self.placed = Placed()
         self.recompute = capture.plan.config.recompute is not None and graph_set.facts.grad
+        others = any(facts.leaves_attributes for facts in graph_set.facts.parts)
+        self._attributes_change = others or bool(graph_set.unit.program.attributes)
         self.state = state_of(graph_set.unit, graph_set.facts) if self.recompute else ()
         self.parts = [
             None if graphs is None else BoundPart(graphs, index, slot, capture, alias)
@@ -542,7 +544,7 @@ class BoundSet:
         owned: _Owned = {}
         for part, bound, facts in zip(self.unit.parts, self.parts, self.facts.parts, strict=True):
             if bound is None:
-                state = self.state if self.recompute and not facts.changes_state else None
+                state = self.state if self.recompute and self._may_run_twice(facts) else None
                 run_eager(part, facts, env, lambda call: self._put(call.sets, env, owned), state)
             else:
                 bound.call(env, flight if bound.facts.differentiable else None, anchor, side)
@@ -560,6 +562,10 @@ class BoundSet:
             elif facts.delayed is not None:
                 for owner in facts.delayed.owners:
                     _delayed.run(owner)
+
+    def _may_run_twice(self, facts: PartFacts) -> bool:
+        """recompute of an eager part: it changes nothing, and reads no attribute that may be another call's by then."""
+        return not (facts.changes_state or self._attributes_change)
 
     def _put(self, attributes: tuple[Attribute, ...], env: dict[str, Any], owned: _Owned) -> None:
         if attributes:

@@ -117,6 +117,7 @@ class Pass:
         if before is not None and eager:
             changed = _guards.changed_attributes(before, _guards.plain_attributes(self.modules))
             self.changed_by_eager |= changed
+            running.leaves_attributes = bool(changed)
             running.changes_state = bool(changed) or versions != _guards.state_versions(self.modules)
             if watch_eager is not None:
                 running.changes_state |= watch_eager.draws
@@ -345,6 +346,7 @@ class _Shape:
             values,
             run_pass.trial.work(running.part.index),
             running.changes_state,
+            running.leaves_attributes,
             running.buffers,
         )
 

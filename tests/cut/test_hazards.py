@@ -34,6 +34,33 @@ def test_equal_to_eager(name: str) -> None:
         assert len(plan.breaks) == case.breaks, str(plan)
 
 
+# Their stretches change a buffer, which the recomputation would change a second time.
+CHANGED_TWICE = ("BatchNorm buffers in stretches and breaks", "a buffer that a stretch changes in place")
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_to_eager_where_parts_are_recomputed(name: str) -> None:
+    case = EQUAL[name]
+    config = graphcap.CaptureConfig(recompute="part")
+    torch.manual_seed(1)
+    if name in CHANGED_TWICE:
+        args, kwargs = case.inputs(0)
+        with pytest.raises(CutError, match="change it twice"):
+            graphcap.capture(case.build(), args, kwargs, backend="tape", break_at=case.break_at, config=config)
+        return
+    with deterministic("cpu"):
+        verdict = compare(
+            case.build,
+            case.inputs,
+            steps=3,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+            backend="tape",
+            break_at=case.break_at,
+            **{**case.options, "config": config},
+        )
+    assert verdict, str(verdict)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     case = REFUSED[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -339,6 +340,55 @@ def test_a_weight_changed_before_its_backward(name: str) -> None:
         value.sum().backward()
     del value
     graphed(inputs(1)[0][0]).sum().backward()
+
+
+def test_a_dropped_result_frees_its_slot() -> None:
+    """Without the garbage collector: what a checkpoint keeps must not refer to the call's results."""
+    gc.collect()
+    gc.disable()
+    try:
+        graphed = graphcap.capture(Dropped(), *inputs(0), backend="tape", config=CaptureConfig(recompute="part"))
+        for index in range(3):
+            graphed(inputs(index)[0][0])
+    finally:
+        gc.enable()
+
+
+class Remembering(nn.Module):
+    """Attributes that other parts read: set in a stretch, set in a break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.sets, self.reads = Sets(), Reads(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        self.scale = h.detach().mean()
+        y = self.reads(torch.sin(self.sets(h)))
+        return self.last(torch.sin(y)) + h
+
+
+class Sets(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows = int((x.sum(-1) > 0).sum())
+        return torch.sin(x) * 0.5
+
+
+class Reads(nn.Module):
+    def __init__(self, top: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.top = [top]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.linear(x) * (1 + self.top[0].sets.rows))
+
+
+def test_what_eager_parts_tell_each_other_by_attributes_is_that_of_their_microbatch() -> None:
+    """A recomputation in the backward would see the attributes of a later microbatch."""
+    verdict = judged(Remembering, steps=5, order="0F0 0F1 0B0 0B1", break_at=("sets", "reads"))
+    assert verdict, str(verdict)
 
 
 def test_a_buffer_changed_before_its_backward() -> None:
