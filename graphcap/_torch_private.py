@@ -268,6 +268,48 @@ def top_dispatch_mode() -> Any:
     return _python_dispatch._get_current_dispatch_mode()
 
 
+def modes() -> list[Any]:
+    """Every function mode and dispatch mode of this thread."""
+    from torch.overrides import _get_current_function_mode_stack
+
+    dispatch = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    return [*_get_current_function_mode_stack(), *dispatch]  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside, this thread has no function mode and no dispatch mode."""
+    from torch import overrides
+
+    taken: list[Any] = []
+    try:
+        while overrides._get_current_function_mode() is not None:  # type: ignore[no-untyped-call]
+            taken.append(overrides._pop_mode())  # type: ignore[no-untyped-call]
+        with _python_dispatch._disable_current_modes():
+            yield
+    finally:
+        for mode in reversed(taken):
+            overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def no_new_compilation() -> Iterator[None]:
+    """Inside, what Dynamo has compiled is used, and what it would have to compile raises. Another stance of the user's
+    (torch.compiler.set_stance) stays."""
+    from torch._dynamo import eval_frame
+
+    if eval_frame._stance.stance != "default":
+        yield
+        return
+    with torch.compiler.set_stance("fail_on_recompile"):
+        yield
+
+
+def is_refused_compilation(error: BaseException) -> bool:
+    """Whether an error is what Dynamo raises instead of compiling, inside `no_new_compilation`."""
+    return "fail_on_recompile" in str(error)
+
+
 def saves_through_hooks() -> bool:
     """Whether saved-tensor hooks are active: a non-reentrant checkpoint, save_on_cpu, or the user's own."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

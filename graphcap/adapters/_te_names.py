@@ -76,7 +76,8 @@ class Globals:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """TE as the adapter sees it. `graph`: its module of that name, which holds the process-wide capture switch."""
+    """TE as the adapter sees it. `graph`: its module of that name, which holds the process-wide capture switch. `jit`: the
+    module of the functions that TE has torch compile. `attention_backends`: the last choice of one, kept by TE."""
 
     version: tuple[int, int]
     manager: Any
@@ -88,6 +89,9 @@ class Names:
     autocast: Callable[..., Any]
     graph: Any
     checkpoint_first: list[bool]
+    attention_utils: Any
+    attention_backends: dict[str, Any]
+    jit: Any
 
     @property
     def record_key(self) -> str:
@@ -107,6 +111,7 @@ def names() -> Names:
     missing = found.state.missing()
     missing += [name for name in _MANAGER_VERBS if not hasattr(found.manager, name)]
     missing += [name for name in _MODULE_VERBS if not hasattr(found.base, name)]
+    missing += [name for name in ("get_attention_backend",) if not hasattr(found.attention_utils, name)]
     if missing:
         raise StateError(_unknown(version, f"it lacks {', '.join(missing)}"))
     return found
@@ -155,6 +160,7 @@ def _look_up(version: tuple[int, int]) -> Names:
         return importlib.import_module(f"{root}.{name}" if name else root)
 
     manager = module("quantization").FP8GlobalStateManager
+    attention = module("attention.dot_product_attention.dot_product_attention")
     return Names(
         version=version,
         manager=manager,
@@ -162,8 +168,21 @@ def _look_up(version: tuple[int, int]) -> Names:
         base=module("module.base").TransformerEngineBaseModule,
         operation=module("ops.op").BasicOperation,
         fuser=module("ops.fuser").OperationFuser,
-        attention=module("attention.dot_product_attention.dot_product_attention").DotProductAttention,
+        attention=attention.DotProductAttention,
         autocast=module("").autocast,
         graph=module("graph"),
         checkpoint_first=module("distributed").activation_recompute_forward._is_first_fp8_module,
+        attention_utils=module("attention.dot_product_attention.utils"),
+        attention_backends=attention._attention_backends,
+        jit=module("jit"),
     )
+
+
+def compiled_functions(jit: Any) -> dict[str, Callable[..., Any]]:
+    """The functions of TE's that torch.compile makes (none with NVTE_TORCH_COMPILE=0), by their name in `jit`. TE calls
+    them through plain functions of the same module, which look them up at each call."""
+    return {
+        name: value
+        for name, value in vars(jit).items()
+        if name.endswith("_") and not name.startswith("_") and callable(value) and hasattr(value, "__wrapped__")
+    }

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from graphcap.adapters import _te_owner as own
+from graphcap.adapters._te_attention import Choices
 from graphcap.fp8_meta import QuantSpec
 
 # Recipe fields that act in the host's amax reduction and scale update alone: no recorded kernel depends on them.
@@ -47,9 +48,8 @@ def _class_name(fields: Fields) -> str:
 @dataclass(slots=True)
 class OpenCapture:
     """One capture in progress. before: host state of every owner as it was. flag: by which recorded casts of weights decide
-    whether to run, where weights are cached. visited: the owners that ran, by unit and part. lengths: per
-    owner whose history was made longer or shorter for the recipe, that recipe and the length before. undo: everything
-    process-wide, in the order in which it was changed."""
+    whether to run, where weights are cached. visited: the owners that ran, by unit and part. choices: the watch on
+    the choice of an attention backend. undo: everything process-wide, in the order in which it was changed."""
 
     specs: Sequence[Any]
     units: Sequence[nn.Module]
@@ -58,7 +58,7 @@ class OpenCapture:
     flag: torch.Tensor | None
     undo: ExitStack
     visited: dict[tuple[int, int], dict[nn.Module, None]] = field(default_factory=dict)
-    lengths: list[tuple[nn.Module, Any, int]] = field(default_factory=list)
+    choices: Choices | None = None
     kept: frozenset[nn.Module] = frozenset()  # at the end: the visited ones, if it went well
     closed: bool = False
 

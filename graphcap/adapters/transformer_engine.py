@@ -9,7 +9,6 @@ place. Supported: TE 2.11 to 2.20 (see `_te_names`).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -19,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphcap._compiled import as_warmed_up
 from graphcap.adapters import _te_owner as own
-from graphcap.adapters._te_names import Names, names
+from graphcap.adapters._te_attention import Choices
+from graphcap.adapters._te_names import Names, compiled_functions, names
 from graphcap.adapters._te_plan import (
     HOST_FIELDS,
     OpenCapture,
@@ -34,7 +35,7 @@ from graphcap.adapters._te_plan import (
     recipe_fields,
 )
 from graphcap.errors import StateError
-from graphcap.fp8_meta import Owner, QuantSpec, Snapshot
+from graphcap.fp8_meta import QuantSpec, Snapshot
 
 
 @functools.cache
@@ -102,6 +103,9 @@ class TransformerEngineState:
                 "process-wide, so captures follow one another"
             )
         self._require_supported(specs)
+        for spec, unit in zip(specs, units, strict=True):
+            if spec.active:
+                self._require_lengths(self.owners(unit), spec.recipe)
         owners = tuple({owner: None for unit in units for owner in self.owners(unit)})
         before = {owner: own.host_state(self._te, owner) for owner in owners}
         with ExitStack() as undo:
@@ -109,11 +113,8 @@ class TransformerEngineState:
             self._open = opened
             undo.callback(setattr, self, "_open", None)
             self._switch(undo)
+            opened.choices = self._watch_attention(undo)
             self._te.state.flag = opened.flag if all(map(_caches, specs)) else None
-            undo.callback(self._put_back_lengths, opened)
-            for spec, unit in zip(specs, units, strict=True):
-                if spec.active:
-                    self._adapt_histories(opened, self.owners(unit), spec.recipe)
             for owner in owners:
                 if own.weight_cache(owner) is not None:
                     # A private cache: an eager call may drop or rebuild entries of its own (on Hopper, a forward without
@@ -142,6 +143,17 @@ class TransformerEngineState:
         undo.callback(_truncate, te.checkpoint_first, len(te.checkpoint_first))
         undo.callback(_keep_keys, te.state.arguments, frozenset(te.state.arguments))
         undo.callback(self._truncate_stashes, [(stash, len(stash)) for stash in te.state.stashes])
+        for function, value in compiled_functions(te.jit).items():
+            undo.callback(setattr, te.jit, function, value)
+            setattr(te.jit, function, as_warmed_up(value, f"transformer_engine.pytorch.jit.{function}"))
+
+    def _watch_attention(self, undo: ExitStack) -> Choices:
+        te = self._te
+        choose = te.attention_utils.get_attention_backend
+        choices = Choices(choose, te.attention_backends)
+        undo.callback(setattr, te.attention_utils, "get_attention_backend", choose)
+        te.attention_utils.get_attention_backend = choices
+        return choices
 
     def _truncate_stashes(self, lengths: list[tuple[Any, int]]) -> None:
         """What a forward without its backward has put aside for recomputation would be met by a later backward."""
@@ -150,29 +162,23 @@ class TransformerEngineState:
             while len(stash) > length:
                 stash.pop()
 
-    def _adapt_histories(self, opened: OpenCapture, owners: Sequence[nn.Module], recipe: Any) -> None:
-        """TE makes a history anew when its length changes; a recorded kernel would go on with the old one. So the length
-        is the recipe's before anything is recorded, as the next eager forward would make it."""
+    def _require_lengths(self, owners: Sequence[nn.Module], recipe: Any) -> None:
+        """TE makes a history anew when its length changes, and a recorded kernel would go on with the old one. Done here
+        before the recording, it would break TE's reduction, as it does in eager code: `adjust_amax_history_length` (2.20)
+        puts the backward's history in the forward's place of the process-wide lists."""
         if recipe is None or not recipe.delayed():
             return
         for owner in owners:
-            histories = [t for name, t in own.tensors(owner).items() if name.endswith("amax_history")]
-            if histories and not own.keeps_own_recipe(self._te, owner) and len(histories[0]) != recipe.amax_history_len:
-                opened.lengths.append((owner, recipe, len(histories[0])))
-                self._set_length(owner, recipe)
-
-    def _set_length(self, owner: Owner, recipe: Any) -> None:
-        if isinstance(owner, self._te.base):
-            owner.adjust_amax_history_length(recipe.amax_history_len)
-        else:
-            owner.reset_recipe_state(recipe=recipe)
-
-    def _put_back_lengths(self, opened: OpenCapture) -> None:
-        """Of owners that no recorded part runs; `restore` puts the contents back."""
-        kept = opened.kept
-        for owner, recipe, length in opened.lengths:
-            if owner not in kept:
-                self._set_length(owner, dataclasses.replace(recipe, amax_history_len=length))
+            for name, tensor in own.tensors(owner).items():
+                if not name.endswith("amax_history") or own.keeps_own_recipe(self._te, owner):
+                    continue
+                if len(tensor) != recipe.amax_history_len:
+                    raise StateError(
+                        f"{type(owner).__name__} has run with an amax history of {len(tensor)} rows, and the recipe's "
+                        f"amax_history_len is {recipe.amax_history_len}: Transformer Engine can't change the length of a "
+                        "module that takes part in its reductions. Capture with the length that the module has run with, "
+                        "or with a module that has not run yet"
+                    )
 
     @contextmanager
     def call_scope(self, handle: OpenCapture, unit: int) -> Iterator[None]:
@@ -220,9 +226,13 @@ class TransformerEngineState:
             return run(fuser, *args, **kwargs)
 
         te.base.prepare_forward, te.fuser.__call__ = prepare_forward, fuser_call
+        assert handle.choices is not None
+        handle.choices.ask_again()
+        handle.choices.recording = True
         try:
             yield
         finally:
+            handle.choices.recording = False
             te.base.prepare_forward, te.fuser.__call__ = prepare, run
 
     def end_capture(self, handle: OpenCapture, ok: bool) -> TransformerEnginePlan | None:

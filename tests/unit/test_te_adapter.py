@@ -5,6 +5,7 @@ What TE itself does is not imitated here: tests/gpu/te runs the adapter on the r
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphcap.adapters import _te_names, _te_owner, _te_plan
+from graphcap.adapters import _te_attention, _te_names, _te_owner, _te_plan
 from graphcap.errors import StateError
 
 RECORD = "buffer_index_and_autocast_key"
@@ -357,3 +358,65 @@ def test_a_print_names_what_has_moved() -> None:
     found = _te_plan.print_of(operation)
     operation._fp8_metas = None
     assert "anew" in str(found.problem())
+
+
+# ------------------------------------------------------------------------------------------------- attention, compilation
+
+
+@dataclass
+class Parameters:
+    """Of a choice of attention, as far as these tests go."""
+
+    length: int = 32
+    cuda_graph: bool = False
+
+
+class Chooser:
+    """TE's choice with an old cuDNN: no fused kernels for odd lengths while a capture is in progress."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, parameters: Parameters) -> tuple[Any, ...]:
+        self.asked += 1
+        fused = parameters.length % 128 == 0 or not parameters.cuda_graph
+        return (False, None, fused, 1 if fused else None, not fused, [])
+
+
+def test_one_attention_backend_for_graph_and_eager_passes() -> None:
+    chooser, cache = Chooser(), {"backend_selection_requires_update": False}
+    choices = _te_attention.Choices(chooser, cache)
+    assert cache["backend_selection_requires_update"]
+    for recording in (False, True):
+        choices.recording = recording
+        assert choices(Parameters(128, cuda_graph=True)) == (False, None, True, 1, False, [])
+    assert chooser.asked == 2  # in warm-up: nothing is asked while a stream records
+
+
+def test_another_attention_backend_is_refused_where_it_would_be_recorded() -> None:
+    choices = _te_attention.Choices(Chooser(), {})
+    assert choices(Parameters(32, cuda_graph=True))[4]  # warm-up, perhaps of an eager part
+    choices.recording = True
+    with pytest.raises(StateError, match=r"UnfusedDotProductAttention while .* and FusedAttention .*backend 1\)"):
+        choices(Parameters(32, cuda_graph=True))
+    assert choices(Parameters(128, cuda_graph=True))[2]
+
+
+def test_a_choice_that_does_not_know_of_captures_passes() -> None:
+    @dataclass
+    class Old:
+        length: int = 32
+
+    choices = _te_attention.Choices(lambda _: (True, "2.8.3", False, None, False, []), {})
+    choices.recording = True
+    assert _te_attention.name_of(choices(Old())) == "FlashAttention 2.8.3"
+
+
+def test_compiled_functions_are_told_from_plain_ones() -> None:
+    def plain_() -> None: ...
+
+    @functools.wraps(plain_)
+    def compiled_() -> None: ...
+
+    module = SimpleNamespace(plain_=plain_, compiled_=compiled_, other=compiled_, _hidden_=compiled_, number_=1)
+    assert _te_names.compiled_functions(module) == {"compiled_": compiled_}

@@ -339,6 +339,31 @@ def test_top_modes() -> None:
             assert private.top_function_mode() is inner
 
 
+def test_modes_come_off_and_back() -> None:
+    function, dispatch = _Calls(), _Modes()
+    assert private.modes() == []
+    with function, dispatch:
+        assert private.modes() == [function, dispatch]
+        with pytest.raises(KeyError), private.without_modes():
+            assert private.modes() == []
+            raise KeyError
+        assert private.modes() == [function, dispatch]
+    assert private.modes() == []
+
+
+def test_no_new_compilation() -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    with pytest.raises(RuntimeError) as caught, private.no_new_compilation():
+        compiled(torch.ones(2))
+    assert private.is_refused_compilation(caught.value)
+    assert not private.is_refused_compilation(RuntimeError("another"))
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+    with private.no_new_compilation():
+        compiled(torch.ones(2))
+    with torch.compiler.set_stance("force_eager"), private.no_new_compilation():
+        compiled(torch.ones(2, 3, dtype=torch.float64))
+
+
 def test_saves_through_hooks() -> None:
     assert not private.saves_through_hooks()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):

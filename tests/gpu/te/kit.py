@@ -13,7 +13,8 @@ from torch import nn
 from graphcap import make_graphed_callables
 
 BF16 = torch.bfloat16
-SIZE, FFN, HEADS, LENGTH, BATCH = 128, 256, 4, 32, 2
+# A length that is a multiple of 128: TE then takes the same attention backend whether or not a capture is in progress.
+SIZE, FFN, HEADS, LENGTH, BATCH = 128, 256, 4, 128, 2
 KINDS = (
     "linear",
     "layernorm_linear",
@@ -38,6 +39,22 @@ def recipe(name: str, **changes: Any) -> Any:
     return recipes.Float8BlockScaling(**changes)
 
 
+def attention_backend() -> str:
+    """The attention backend that Transformer Engine chose last, in words."""
+    from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends as chosen
+
+    if chosen["use_flash_attention"]:
+        return f"flash {chosen['flash_attention_backend']}"
+    return f"fused {int(chosen['fused_attention_backend'])}" if chosen["use_fused_attention"] else "unfused"
+
+
+def choose_attention_again() -> None:
+    """TE keeps its last choice; it reads the environment only when it chooses."""
+    from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends as chosen
+
+    chosen["backend_selection_requires_update"] = True
+
+
 def autocast(found: Any, group: Any = None) -> Any:
     import transformer_engine.pytorch as te
 
@@ -60,6 +77,8 @@ def layer(kind: str, dtype: torch.dtype = BF16, **more: Any) -> nn.Module:
         return te.LayerNormMLP(SIZE, FFN, **options)
     if kind == "layernorm_mlp_checkpoint":
         return te.LayerNormMLP(SIZE, FFN, checkpoint=True, **options)
+    if kind in ("checkpoint", "checkpoint_reentrant"):
+        return Checkpointed(kind == "checkpoint_reentrant", **options)
     if kind == "mha":
         return te.MultiheadAttention(SIZE, HEADS, attention_dropout=0.0, fuse_qkv_params=True, **options)
     if kind == "transformer":
@@ -85,6 +104,24 @@ class Grouped(nn.Module):
         rows = x.view(-1, SIZE)
         half = rows.shape[0] // 2
         return self.experts(rows, [half, rows.shape[0] - half], is_first_microbatch=is_first_microbatch).view_as(x)
+
+
+class Checkpointed(nn.Module):
+    """A TE layer under TE's own activation checkpoint."""
+
+    def __init__(self, reentrant: bool, **options: Any) -> None:
+        super().__init__()
+        self.inner, self.reentrant = layer("layernorm_mlp", **_renamed(options)), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import transformer_engine.pytorch as te
+
+        made: torch.Tensor = te.checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return made
+
+
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    return {"dtype": options["params_dtype"], **{k: v for k, v in options.items() if k != "params_dtype"}}
 
 
 class Stack(nn.Sequential):

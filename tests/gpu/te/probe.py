@@ -64,7 +64,7 @@ def x(rows: int = 64, width: int = 128, dtype: torch.dtype = BF16) -> torch.Tens
 
 
 def seq(dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.randn(64, 2, 128, device="cuda", dtype=dtype).requires_grad_()
+    return torch.randn(128, 2, 128, device="cuda", dtype=dtype).requires_grad_()
 
 
 def modules(dtype: torch.dtype = BF16) -> dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]]:
@@ -270,6 +270,57 @@ def drop_in(capture: Any, what: str) -> None:
             print(f"   {kind:24} {what}: {type(error).__name__} {str(error)[:400]} {where}")
 
 
+def attention_choice() -> None:
+    """The backend that TE takes in eager calls, and while it is told that a capture is in progress, by length."""
+    from transformer_engine.pytorch import graph
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    from tests.gpu.te.kit import attention_backend
+
+    print("   cuDNN of TE", get_cudnn_version())
+    for mask in ("no_mask", "causal", "padding"):
+        for length in (32, 64, 96, 128, 192, 256):
+            found = []
+            for capturing in (False, True):
+                m = te.DotProductAttention(4, 32, attention_dropout=0.0, attn_mask_type=mask)
+                q = torch.randn(length, 2, 4, 32, device="cuda", dtype=BF16, requires_grad=True)
+                more = {"max_seqlen_q": length, "max_seqlen_kv": length} if mask == "padding" else {}
+                if mask == "padding":
+                    ends = torch.tensor([0, length // 2, length], dtype=torch.int32, device="cuda")
+                    more |= {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+                (graph.set_capture_start if capturing else graph.set_capture_end)()
+                try:
+                    m(q, q, q, **more)
+                finally:
+                    graph.set_capture_end()
+                found.append(attention_backend())
+            print(f"   {mask:8} length {length}: eager {found[0]}, capture {found[1]}")
+
+
+def checkpoints() -> None:
+    from tests.gpu.te.kit import Case, train
+
+    for kind in ("checkpoint", "checkpoint_reentrant"):
+        for name in (None, *RECIPES):
+            Manager.reset()
+            case = Case(kind, name)
+            try:
+                eager = train(case, "none")
+                print(f"   {case} eager again: {train(case, 'none').differs(eager)[:3]}")
+            except Exception as error:
+                print(f"   {case} eager: {type(error).__name__} {str(error)[:300]}")
+                continue
+            for mode in ("whole", "each"):
+                Manager.reset()
+                try:
+                    found = train(case, mode).differs(eager)
+                    print(f"   {case} {mode}: {len(found)} of {len(eager.tensors)} differ {found[:4]}")
+                except Exception as error:
+                    frame = traceback.extract_tb(error.__traceback__)[-1]
+                    where = f"[{frame.filename.split('/')[-1]}:{frame.lineno}]"
+                    print(f"   {case} {mode}: {type(error).__name__} {str(error)[:500]} {where}")
+
+
 def class_of_calls() -> None:
     """Which classes' prepare_forward is what the adapter replaces."""
     from graphcap.adapters._te_names import names
@@ -284,6 +335,10 @@ def class_of_calls() -> None:
 
 
 def main() -> None:
+    if sys.argv[1:]:  # the names of some questions
+        for name in sys.argv[1:]:
+            ask(name, globals()[name])
+        return
     with deterministic("cuda"):
         ask("versions", versions)
         ask("names of the adapter", adapter_names)
@@ -295,6 +350,8 @@ def main() -> None:
         ask("a second backward through one forward", second_backward)
         ask("under a TorchDispatchMode", under_a_dispatch_mode)
         ask("attention against itself", attention_repeats)
+        ask("attention, eager and captured", attention_choice)
+        ask("TE's checkpoint", checkpoints)
         ask("TE's function against eager, BF16", lambda: drop_in(te.make_graphed_callables, "TE"))
         ask("the drop-in against eager, BF16", lambda: drop_in(graphcap.make_graphed_callables, "graphcap"))
 

@@ -268,7 +268,7 @@ def test_capture_of_a_grouped_linear_leaves_other_modules_alone() -> None:
     other = lin()
     step(other, 2.0, 0.5)
     before = scaling(other)
-    grouped = Grouped()
+    grouped = Grouped(params_dtype=BF16)
     make_graphed_callables(grouped, (drawn(0),), enabled=True, recipe=recipe("delayed"))
     assert all(torch.equal(v, scaling(other)[k]) for k, v in before.items())
     with autocast(recipe("delayed")):
@@ -330,20 +330,29 @@ def test_after_a_failed_capture_eager_training_is_right(at: int, in_backward: bo
     require_anchor(after)
 
 
-def test_another_history_length_before_capture() -> None:
+def test_another_history_length_before_capture_is_refused() -> None:
+    """Eager code fails on it too (TE 2.20 mixes up the histories of the two directions), but only after the forward."""
     m = lin()
     step(m)
-    graph(m, recipe=recipe("delayed", amax_history_len=16))
-    step(m, 2.0, 0.5, recipe=recipe("delayed", amax_history_len=16))
+    before = scaling(m)
+    with pytest.raises(GraphcapError, match="amax history of 4 rows, and the recipe's amax_history_len is 16"):
+        graph(m, recipe=recipe("delayed", amax_history_len=16))
+    assert all(torch.equal(v, scaling(m)[k]) for k, v in before.items())
+    step(m, 2.0, 0.5)
     require_anchor(m)
+    graph(m)
+    step(m, 4.0, 0.25)
+    assert (scale(m), scale(m, "bwd")) == (FORWARD / 2, BACKWARD * 2)
 
 
 def test_another_history_length_after_capture_is_refused() -> None:
     m = graph(lin())
     step(m)
-    longer = recipe("delayed", amax_history_len=16)
+    with pytest.raises(GraphcapError, match="amax_history_len"):
+        step(m, recipe=recipe("delayed", amax_history_len=16))
+    manager().reset()  # TE's reduction fails on a module that takes part in it and changes its length
     m.eval()
-    step(m, recipe=longer)
+    step(m, recipe=recipe("delayed", amax_history_len=16))
     m.train()
     with pytest.raises(GraphcapError, match="amax_history"):
         step(m, 2.0)
