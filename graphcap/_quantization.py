@@ -124,6 +124,16 @@ def refuse_split_backwards(plan: CapturePlan, session: Session, delayed: bool) -
         )
 
 
+def refuse_cached_cut(session: Session) -> None:
+    """What an analysis sees of a host value is its constant: an eager module would be told of the captured microbatch."""
+    if session.state is not None and any(spec.enabled and spec.cache_weights for spec in session.specs):
+        raise PlanError(
+            "break_at with cached weights (cache_weights, cache_quantized_params): eager modules would get the "
+            f"{FIRST_MICROBATCH} of the capture at every call, and use weights of another step. Declare the parts "
+            f"(PartialLayer: {FIRST_MICROBATCH} may be one of its inputs), or capture with cache_weights=False"
+        )
+
+
 def refuse_recompute(plan: CapturePlan, session: Session, delayed: bool) -> None:
     """recompute runs a part's Python once more, and modules that keep books of their forwards would book it twice."""
     if plan.config.recompute is None:

@@ -6,6 +6,7 @@ Called inside the state that capture keeps and restores, with parameters replace
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,14 +33,25 @@ _PROBES = 2  # by chance one may draw a shape that the samples have
 _RESTARTS = 1000  # one per value and stretch in which it is changed in place
 
 
+def _no_scope(unit: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def cut_at(
-    plan: CapturePlan, break_at: Any, device: torch.device, planning: Planning | None = None
+    plan: CapturePlan,
+    break_at: Any,
+    device: torch.device,
+    planning: Planning | None = None,
+    scope: Callable[[int], AbstractContextManager[None]] = _no_scope,
 ) -> CapturePlan:
-    """The plan with every unit cut at its breaks."""
+    """The plan with every unit cut at its breaks. scope: around everything that runs unit i."""
     roots = [root for unit in plan.units for root in _roots(unit, len(plan.units) > 1)]
     breaks = find(break_at, roots, planning)
     called: set[int] = set()
-    units = tuple(_cut_unit(plan, unit, breaks, device, called) for unit in plan.units)
+    units = []
+    for number, unit in enumerate(plan.units):
+        with scope(number):
+            units.append(_cut_unit(plan, unit, breaks, device, called))
     for entry, ids in breaks.entries:
         if not ids & called:
             raise CutError(
@@ -47,7 +59,7 @@ def cut_at(
                 "whose children "
                 "are called?): name what is called"
             )
-    return replace(plan, units=units)
+    return replace(plan, units=tuple(units))
 
 
 def _roots(unit: UnitPlan, several: bool) -> list[tuple[str, nn.Module]]:

@@ -141,7 +141,9 @@ class QuantizedState(Protocol):
         self, plan: QuantPlan, unit: int, part: int, first_microbatch: bool | None, will_backward: bool
     ) -> Ticket:
         """What the part's owners would do on a forward: group and recipe, registration (once), the cast flag, the claim of
-        the reduction after backward (only if a backward will run)."""
+        the reduction after backward (only if a backward will run). Graphs have weight caches of their own, but eager
+        forwards, replays, and replays of another capture may take turns: with is_first_microbatch=False whoever runs never
+        uses a cast that is older than the last one, and casts anew where it can't have that."""
 
     def after_backward(self, ticket: Ticket) -> None:
         """The backward of the part has been replayed: reduce, if the ticket claimed it. StateError the second time."""

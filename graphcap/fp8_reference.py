@@ -64,14 +64,14 @@ class Capturing:
 @dataclass(slots=True)
 class RefPlan:
     """A finished capture. prints: (address, shape) of every state tensor that kernels touch. flag_values: what each unit's
-    flag holds. stale: owners whose cached weight was not cast since capture."""
+    flag holds. caches: the quantised weights that its graphs read, where weights are cached."""
 
     specs: tuple[QuantSpec, ...]
     visited: dict[tuple[int, int], tuple[RefFp8Linear, ...]]
     prints: dict[tuple[RefFp8Linear, str], tuple[int, tuple[int, ...]]]
     flags: dict[int, Tensor]
     flag_values: dict[int, float]
-    stale: set[RefFp8Linear]
+    caches: dict[RefFp8Linear, WeightCache]
     pins: list[Any]
 
 
@@ -95,6 +95,14 @@ class WeightCache:
 
     q: Tensor
     scale_inv: Tensor
+
+    def fits(self, weight: Tensor, recipe: RefRecipe) -> bool:
+        return self.q.dtype == recipe.forward and self.q.device == weight.device
+
+    def take(self, other: WeightCache) -> None:
+        """Written in place, as Transformer Engine does: a backward that is still to come sees the newer cast."""
+        self.q.copy_(other.q)
+        self.scale_inv.copy_(other.scale_inv)
 
 
 class RefManager:
@@ -257,12 +265,13 @@ class RefManager:
         private = {owner: owner.cache for owner in handle.owners}
         for owner, cache in handle.eager_caches.items():
             owner.cache = cache
-        if not ok:
-            for owner, name, before in handle.resized:
+        visited = {key: tuple(owners) for key, owners in handle.visited.items()} if ok else {}
+        seen = dict.fromkeys(owner for owners in visited.values() for owner in owners)
+        for owner, name, before in handle.resized:
+            if owner not in seen:  # what no graph runs is as it was
                 setattr(owner, name, before)
+        if not ok:
             return None
-        visited = {key: tuple(owners) for key, owners in handle.visited.items()}
-        seen = list(dict.fromkeys(owner for owners in visited.values() for owner in owners))
         tensors = {(owner, name): getattr(owner, name) for owner in seen for name in STATE}
         return RefPlan(
             handle.specs,
@@ -270,8 +279,8 @@ class RefManager:
             {key: (tensor.data_ptr(), tuple(tensor.shape)) for key, tensor in tensors.items()},
             handle.flags,
             dict.fromkeys(handle.flags, 0.0),
-            set(seen),
-            [*tensors.values(), *handle.flags.values(), *(private[owner] for owner in seen)],
+            {owner: cache for owner in seen if (cache := private[owner]) is not None},
+            [*tensors.values(), *handle.flags.values()],
         )
 
     def snapshot(self, owners: Any) -> RefSnapshot:
@@ -330,12 +339,13 @@ class RefManager:
                 "captured with cached weights, so every call says is_first_microbatch=True or False; got "
                 f"{first_microbatch!r}"
             )
-        skip = not first_microbatch and plan.stale.isdisjoint(owners)
-        if not skip:
-            plan.stale.difference_update(owners)
-        if plan.flag_values[unit] != float(skip):
-            plan.flags[unit].fill_(float(skip))
-            plan.flag_values[unit] = float(skip)
+        for owner in owners:
+            if not first_microbatch:
+                owner.bring_cast_to(plan.caches[owner], recipe_of(plan.specs[unit]))
+            owner.cache = plan.caches[owner]
+        if plan.flag_values[unit] != float(not first_microbatch):
+            plan.flags[unit].fill_(float(not first_microbatch))
+            plan.flag_values[unit] = float(not first_microbatch)
 
     def after_backward(self, ticket: RefTicket) -> None:
         if ticket.done:
@@ -351,6 +361,7 @@ class RefManager:
 
     def release(self, plan: RefPlan) -> None:
         plan.pins.clear()
+        plan.caches.clear()
 
     def read(self, owner: RefFp8Linear) -> dict[str, Tensor]:
         found = {name: getattr(owner, name).clone() for name in STATE}
@@ -438,9 +449,21 @@ class RefFp8Linear(nn.Module):
                 return self.cache
             if first is None or self.quantized_state.capturing is not None:
                 return self._cast_weight(recipe, None)
-            if first or self.cache is None or self.cache.q.dtype != recipe.forward:
+            if self.cache is None or not self.cache.fits(self.weight, recipe):
                 self.cache = self._cast_weight(recipe, None)
+            elif first:
+                self.cache.take(self._cast_weight(recipe, None))
             return self.cache
+
+    def bring_cast_to(self, cache: WeightCache, recipe: RefRecipe) -> None:
+        """Make `cache`, which a graph reads, hold the cast that a forward with is_first_microbatch=False would take: the
+        last one, whoever made it (this graph, another capture's, an eager forward); a new one where there is none."""
+        latest = self.cache
+        if latest is cache:
+            return
+        with torch.no_grad():
+            known = latest is not None and latest.fits(self.weight, recipe)
+            cache.take(latest if latest is not None and known else self._cast_weight(recipe, None))
 
     def _cast_weight(self, recipe: RefRecipe, keep: Tensor | None) -> WeightCache:
         q, scale_inv = cast(
@@ -504,8 +527,8 @@ class RefFp8Linear(nn.Module):
 
 
 class _QuantisedLinear(torch.autograd.Function):
-    """Quantised values are attributes of the context: a cached weight is written in place by a later cast, which saved
-    tensors would complain of, although the backward is meant to see what the forward saw or newer, as in eager caching."""
+    """Quantised values are attributes of the context: a cached weight is written in place by a later cast, in eager forwards
+    and in replays, which saved tensors would complain of."""
 
     @staticmethod
     def forward(

@@ -107,8 +107,8 @@ def _run_stages(
         ranks = Ranks(backend.device)
         with ranks.stage("warm-up", watch=True):
             if asks_for_breaks(break_at):
-                with session.run(0):
-                    plan = _trace_plan.cut_at(plan, break_at, backend.device)
+                _quantization.refuse_cached_cut(session)
+                plan = _trace_plan.cut_at(plan, break_at, backend.device, scope=session.run)
             facts = _warmup.run(plan, backend, parameters, session)
             delayed = all(seen.delayed for sets in facts.units for seen in sets)
             _quantization.refuse_split_backwards(plan, session, delayed)

@@ -155,7 +155,8 @@ class PartState:
 
 
 class TransformerEnginePlan:
-    """What remains of a capture: units, parts, what must stay alive, and whose cached weights are out of date.
+    """What remains of a capture: units, parts, what must stay alive. mark: by which the adapter knows whose cast of an
+    owner's weights was the last.
 
     flag: 1 lets recorded casts of weights leave the cached ones; None where none are cached. flag_value: what it holds once
     the work queued so far has run.
@@ -166,10 +167,9 @@ class TransformerEnginePlan:
         units: dict[int, UnitState],
         parts: dict[tuple[int, int], PartState],
         pins: list[Any],
-        stale: set[nn.Module],
         flag: torch.Tensor | None,
     ) -> None:
-        self.units, self.parts, self.pins, self.stale = units, parts, pins, stale
+        self.units, self.parts, self.pins, self.mark = units, parts, pins, object()
         self.flag, self.flag_value = flag, False
 
     @property

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -56,6 +57,8 @@ class TransformerEngineState:
     def __init__(self) -> None:
         self._te: Names = names()
         self._open: OpenCapture | None = None
+        # owner -> the mark of the plan whose replay cast its weights last; not there if none has
+        self._last_cast: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
 
     # ------------------------------------------------------------------------------------------------- what there is
 
@@ -264,7 +267,7 @@ class TransformerEngineState:
             for place, seen in handle.visited.items()
         }
         caches = {owner: own.weight_cache(owner) or {} for owner in handle.kept}
-        return TransformerEnginePlan(units, parts, pins_of(tuple(caches), caches), set(caches), handle.flag)
+        return TransformerEnginePlan(units, parts, pins_of(tuple(caches), caches), handle.flag)
 
     # ---------------------------------------------------------------------------------------------------- tensors kept
 
@@ -362,12 +365,23 @@ class TransformerEngineState:
                 f"got {first_microbatch!r}"
             )
         assert plan.flag is not None
-        skip = not first_microbatch and not any(owner in plan.stale for owner in part.visited)
+        last = self._last_cast
+        skip = not first_microbatch and all(
+            last.get(owner) is plan.mark and not own.weight_cache(owner) for owner in part.visited
+        )
         if skip is not plan.flag_value:
             plan.flag.fill_(float(skip))
             plan.flag_value = skip
-        if not skip:
-            plan.stale.difference_update(part.visited)
+        if skip:
+            return
+        # Weights are cast by this replay. An eager forward with is_first_microbatch=False would go on with what eager code
+        # cast before it, whatever has become of the weights: without a cache it casts. And a cache that is there again says
+        # that eager code has cast since, so that the next replay does, too.
+        for owner in part.visited:
+            last[owner] = plan.mark
+            cache = own.weight_cache(owner)
+            if cache:
+                cache.clear()
 
     def after_backward(self, ticket: TransformerEngineTicket) -> None:
         """The reduction of gradient amaxes, by the part that was the first of its autocast."""

@@ -15,6 +15,8 @@ import torch.multiprocessing as mp
 import graphcap
 from graphcap.fp8_meta import QuantSpec
 from graphcap.fp8_reference import RefFp8Linear, RefManager, RefRecipe
+from graphcap.order import Order
+from tests.fp8.test_breaking_layer import TOKENS, WIDTH, Eager, built, quantised, run
 
 RECIPE = RefRecipe(history_len=4, algo="most_recent")
 
@@ -64,3 +66,59 @@ def test_t10_the_group_reaches_the_reduction() -> None:
             assert seen[f"world {rank} {graphed}"] == (112.0, 57344.0)
             assert seen[f"alone {rank} {graphed}"] == own[rank]
             assert seen[f"off {rank} {graphed}"] == own[rank]
+
+
+def trained_with_experts(rank: int, group: Any, graphed: bool) -> dict[str, Any]:
+    """Three steps of two layers with eager experts, two microbatches, cached weights; each rank has data of its own."""
+    spec = QuantSpec(recipe=RefRecipe(history_len=4), group=group, cache_weights=True)
+    manager = RefManager()
+    layers = built(manager)
+    order = Order.parse("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1")
+    side: Any = Eager(layers)
+    if graphed:
+        sample, keywords = (torch.randn(TOKENS, WIDTH, requires_grad=True),), {"is_first_microbatch": True}
+        side = graphcap.capture(
+            tuple(layers), (sample,) * 2, (keywords,) * 2, order=order, backend="tape", quantization=spec
+        )
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.05)
+    found: dict[str, Any] = {}
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=True)
+        found[f"values {step}"] = run(manager, spec, order, 2 * step + rank, side)
+        found[f"grads {step}"] = [p.grad for layer in layers for p in layer.parameters()]
+        for number, owner in enumerate(quantised(layers)):
+            found |= {f"{name} {number} {step}": value.clone() for name, value in manager.read(owner).items()
+                      if not name.startswith("weight")}
+        optimizer.step()
+    return found
+
+
+def experts_on_rank(rank: int, port: int, results: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    try:
+        group = dist.new_group([0, 1])
+        eager, ours = (trained_with_experts(rank, group, graphed) for graphed in (False, True))
+        for name, value in eager.items():
+            pairs = zip(value, ours[name], strict=True) if isinstance(value, list) else ((value, ours[name]),)
+            for a, b in pairs:
+                assert (a is None) == (b is None), name
+                assert a is None or torch.equal(a, b), (rank, name)
+        results[rank] = {name: value.tolist() for name, value in ours.items() if name.startswith("scale")}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.timeout(240)
+def test_breaking_layers_reduce_over_their_group() -> None:
+    """Graphs and eager experts of one region, two ranks, an amax group: eager's bits, and one scale for both ranks."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(experts_on_rank, args=(port, results), nprocs=2)
+        seen = dict(results)
+    assert seen[0] == seen[1]
+    assert any(scale != 1.0 for value in seen[0].values() for scale in value)

@@ -6,6 +6,7 @@ What TE itself does is not imitated here: tests/gpu/te runs the adapter on the r
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphcap.adapters import _te_attention, _te_names, _te_owner, _te_plan
+from graphcap.adapters import _te_attention, _te_names, _te_owner, _te_plan, transformer_engine
 from graphcap.errors import StateError
 
 RECORD = "buffer_index_and_autocast_key"
@@ -420,3 +421,55 @@ def test_compiled_functions_are_told_from_plain_ones() -> None:
 
     module = SimpleNamespace(plain_=plain_, compiled_=compiled_, other=compiled_, _hidden_=compiled_, number_=1)
     assert _te_names.compiled_functions(module) == {"compiled_": compiled_}
+
+
+# ------------------------------------------------------------------------------------------------------ cached weights
+
+
+@pytest.fixture
+def adapter() -> Any:
+    """What `_set_flag` needs of the adapter."""
+    made = object.__new__(transformer_engine.TransformerEngineState)
+    made._last_cast = weakref.WeakKeyDictionary()
+    return made
+
+
+def captured(*owners: nn.Module) -> tuple[Any, Any]:
+    flag = torch.zeros(1)
+    part = _te_plan.PartState(owners, ())
+    return _te_plan.TransformerEnginePlan({}, {(0, 0): part}, [], flag), part
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._fp8_workspaces: dict[str, Any] = {}
+
+
+def test_a_replay_casts_unless_its_own_cast_was_the_last(adapter: Any) -> None:
+    owner = Cached()
+    (one, part), (two, same) = captured(owner), captured(owner)
+    calls = []
+
+    def replayed(plan: Any, place: Any, first: bool) -> None:
+        adapter._set_flag(plan, place, first)
+        calls.append(float(plan.flag))
+
+    replayed(one, part, False)  # nothing was cast since the capture
+    replayed(one, part, False)
+    replayed(two, same, False)  # the other capture's weights are not this one's
+    replayed(one, part, False)
+    replayed(one, part, True)
+    replayed(one, part, False)
+    owner._fp8_workspaces["weight"] = object()  # an eager forward has cast
+    replayed(one, part, False)
+    assert not owner._fp8_workspaces  # so that the next eager forward casts
+    replayed(one, part, False)
+    assert calls == [0, 1, 0, 0, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("word", [None, 1, "True"])
+def test_a_call_says_whether_weights_have_changed(adapter: Any, word: Any) -> None:
+    plan, part = captured(Cached())
+    with pytest.raises(StateError, match="is_first_microbatch=True or False"):
+        adapter._set_flag(plan, part, word)
