@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap import _delayed, _guards
 from graphcap._arena import Arena, pack, same_arena
@@ -28,6 +27,7 @@ from graphcap._capture_set import GraphSet as GraphSet
 from graphcap._capture_set import PartGraphs as PartGraphs
 from graphcap._facts import PartFacts, Pattern, UnitFacts, WarmupFacts
 from graphcap._parts import (
+    NoRandom,
     OutIndex,
     Running,
     close_part,
@@ -48,7 +48,7 @@ from graphcap._record_again import SecondForward
 from graphcap._shared_memory import idle_parts, loosened, static_bytes
 from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
 from graphcap.backends.base import Backend, Graph, Pool, unless_empty
-from graphcap.errors import CaptureError, CutError, GraphcapError
+from graphcap.errors import CaptureError, GraphcapError
 from graphcap.order import Phase
 from graphcap.partial_layer import GRAPHED, Opened
 
@@ -193,17 +193,20 @@ class Recorder:
                     with self._opened(work, part.part) as opened:
                         if not opened.stands:
                             run_calls(part.part, opened.scope)
-        if self.recompute:
+        if self.recompute and trace is not None:
             self._drop_saved(work)
         return work
 
-    def _drop_saved(self, work: _Work) -> None:
-        """recompute: nothing that autograd saved in the forwards stays."""
+    def _drop_saved(self, work: _Work, *held: Any) -> None:
+        """recompute: nothing that autograd saved stays, so that later captures may use its memory. held: lists and dicts
+        that lead to it. Of parts that were declared, one by one; where a whole callable was followed, at its end."""
         before = self.backend.allocated(work.pool)
         for part in work.statics:
             if part is not None:
                 part.made, part.proxies = [], []
-        work.running.clear()
+        work.running = [None] * len(work.running)
+        for container in held:
+            container.clear()
         self.saved += before - self.backend.allocated(work.pool)
 
     @contextmanager
@@ -265,6 +268,8 @@ class Recorder:
         work.statics.append(
             _PartWork(part, statics, linked, graph, outputs, running.made, running.proxies, [], {})
         )
+        if self.recompute and work.unit.program.trace is None:
+            self._drop_saved(work, running.made, running.proxies, running.leaves, running.values, scope, env, prepared)
 
     def _static_input(
         self, work: _Work, tensor: torch.Tensor, source: tuple[int, int] | None
@@ -372,7 +377,7 @@ class Recorder:
             ) -> Finished:
                 outputs = [made[p] for p, there in zip(part.facts.grad_outputs, pattern, strict=True) if there]
                 wanted = [*(proxies[i] for i in places), *parameters]
-                with torch.autocast(self.backend.device.type, enabled=False), _NoRandom(part.facts.part.name):
+                with torch.autocast(self.backend.device.type, enabled=False), NoRandom(part.facts.part.name):
                     found, _ = differentiate(outputs, wanted, arriving, work.facts.reentrant, retain_graph=keep)
                     results = list(found)
                     self._add(results, len(places), indices)
@@ -425,7 +430,7 @@ class Recorder:
             torch.no_grad(),
             self._marked([index for index in theirs if index is not None]) as marks,
         ):
-            with self.backend.capture(work.pool, self.generators) as graph, _NoRandom(name):
+            with self.backend.capture(work.pool, self.generators) as graph, NoRandom(name):
                 found = _delayed.collect(delayed.owners, known, {})
         _delayed.require_same(delayed, found, name)
         self.operations += graph.operations
@@ -471,26 +476,6 @@ class Recorder:
 
 
 _ADDED = "grad_added_to_main_grad"  # set by kernels that add into main_grad, for Megatron-LM's and TE's hooks
-
-
-class _NoRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A backward that draws random numbers recomputes its forward (an activation checkpoint with dropout): at replay it
-    would draw others than the forward did. Names that end in _backward are exempt: they carry the tag of their forward."""
-
-    def __init__(self, part: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._part = part
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and not func._schema.name.endswith("_backward"):
-            raise CutError(
-                f"part {self._part}: its backward draws random numbers ({func}), as an activation checkpoint with dropout "
-                "does when it recomputes: a replay would draw others than the forward did. Checkpoint inside an EAGER part, "
-                "or without dropout"
-            )
-        return func(*args, **(kwargs or {}))
 
 
 def accumulate_buffers(facts: WarmupFacts) -> dict[int, torch.Tensor]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap._plan import PartPlan, Sample, UnitPlan
 from graphcap._tensors import Structure, check_leaf, flatten, static_copy, tensors_of, unflatten
@@ -185,3 +186,23 @@ def loss_of(value: Any) -> torch.Tensor | None:
     """The `loss` of an output that has one (attribute or key), if it is differentiable."""
     loss = value.get("loss") if isinstance(value, dict) else getattr(value, "loss", None)
     return loss if isinstance(loss, torch.Tensor) and loss.requires_grad else None
+
+
+class NoRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A backward that draws random numbers recomputes its forward (an activation checkpoint with dropout): at replay it
+    would draw others than the forward did. Names that end in _backward are exempt: they carry the tag of their forward."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._part = part
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not func._schema.name.endswith("_backward"):
+            raise CutError(
+                f"part {self._part}: its backward draws random numbers ({func}), as an activation checkpoint with dropout "
+                "does when it recomputes: a replay would draw others than the forward did. Checkpoint inside an EAGER part, "
+                "or without dropout"
+            )
+        return func(*args, **(kwargs or {}))

@@ -274,7 +274,7 @@ def test_random_numbers_in_a_recorded_backward(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(CutError, match="its backward draws random numbers"):
             captured(Dropping())
     off(monkeypatch, Recorder, "_refuse_set_seed")
-    monkeypatch.setattr(_capture, "_NoRandom", lambda part: contextlib.nullcontext())
+    monkeypatch.setattr(_capture, "NoRandom", lambda part: contextlib.nullcontext())
     assert is_wrong(Dropping())
 
 
