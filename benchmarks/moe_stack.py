@@ -63,7 +63,6 @@ class Case:
     kernels_ms: float
     kernel_launches: int
     times: dict[str, Measured]
-    peak_gib: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +139,11 @@ def run_case(options: argparse.Namespace, tokens: int, device: torch.device) -> 
     model = build(options, tokens, device)
     batches = [batch_of(i, tokens, device) for i in range(8)]
     times: dict[str, Measured] = {}
-    peaks: dict[str, float] = {}
     graphs = breaks = 0
     copies: dict[str, int] = {}
     # A pair at a time: all of them at once would not fit, and each is compared with an eager of its own minutes.
     for number, make in enumerate(makers(device)):
         free(device)
-        before = 0 if device.type == "cpu" else torch.cuda.memory_allocated(device)
         candidate = attempt(make, model, batches[0], device)
         if candidate is None:
             continue
@@ -159,8 +156,6 @@ def run_case(options: argparse.Namespace, tokens: int, device: torch.device) -> 
         if candidate.name.startswith("forward"):
             eager = Candidate("forward: eager", partial(infer, module=model))
         both = measure([eager, candidate], model, batches, options, device)
-        if device.type == "cuda":
-            peaks[candidate.name] = (torch.cuda.max_memory_allocated(device) - before) / 2**30
         times.setdefault(eager.name, both[eager.name])
         times[f"{eager.name}, beside {candidate.name.removeprefix('forward: ')}"] = both[eager.name]
         times[candidate.name] = both[candidate.name]
@@ -168,7 +163,7 @@ def run_case(options: argparse.Namespace, tokens: int, device: torch.device) -> 
         del candidate, both
         print(f"  {number + 1} measured", flush=True)
     kernels, launches = kernel_time(partial(train, module=model), model, batches, device)
-    return Case(tokens, str(verdict), graphs, breaks, copies, kernels, launches, times, peaks)
+    return Case(tokens, str(verdict), graphs, breaks, copies, kernels, launches, times)
 
 
 # ----------------------------------------------------------------------------------------------------------- candidates
@@ -450,8 +445,6 @@ def measure(
 ) -> dict[str, Measured]:
     walls: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     cpus: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     parameters = list(model.parameters())
     for round_number in range(options.rounds + 1):
         for candidate in candidates:

@@ -2,8 +2,13 @@
 
 Dynamo does not compile under a TorchDispatchMode, and it does not reuse what it has compiled under other function modes:
 it runs the plain function, and goes on doing so in every later run of the process. Warm-up and recording use modes, so
-recorded kernels would be others than those of an eager run. Around such a function our modes are taken off, and Dynamo may
-not compile anew: a stream that records can't be benchmarked on.
+recorded kernels would be others than those of an eager run. So around such a function
+
+- while a graph is recorded, our modes are taken off, and Dynamo may not compile anew: it times kernels, which a stream that
+  records can't do;
+- where one of our dispatch modes looks on before that (a trace, a detector), the plain function runs, unknown to Dynamo, and
+  the mode sees every operator of it;
+- where only function modes are there, they are taken off, and Dynamo compiles what the recording will use.
 """
 
 from __future__ import annotations
@@ -12,7 +17,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from graphcap import _torch_private as private
+from graphcap.backends.refusal_modes import CallGate, OperatorGate
 from graphcap.errors import StateError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -30,16 +38,26 @@ def as_warmed_up(function: _Function, name: str) -> _Function:
         modes = private.modes()
         if not modes or not all(type(mode).__module__.startswith("graphcap.") for mode in modes):
             return function(*args, **kwargs)
-        with private.without_modes(), private.no_new_compilation():
-            try:
+        if any(isinstance(mode, CallGate | OperatorGate) for mode in modes):
+            return _recorded(function, name, args, kwargs)
+        if any(isinstance(mode, TorchDispatchMode) for mode in modes):
+            with private.compiler_stance("force_eager"):
                 return function(*args, **kwargs)
-            except RuntimeError as error:
-                if not private.is_refused_compilation(error):
-                    raise
-                raise StateError(
-                    f"{name} is compiled by torch.compile, and nothing compiled before fits the call that is being "
-                    "recorded, which can't compile. Have at least one warm-up run (num_warmup_iters), or switch the "
-                    f"compilation off for eager runs and graphs alike. {error}"
-                ) from error
+        with private.without_modes():
+            return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def _recorded(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with private.without_modes(), private.compiler_stance("fail_on_recompile"):
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if not private.is_refused_compilation(error):
+                raise
+            raise StateError(
+                f"{name} is compiled by torch.compile, and nothing compiled before fits the call that is being recorded, "
+                "which can't compile. Have at least one warm-up run (CaptureConfig(warmup=...), num_warmup_iters), or "
+                f"switch the compilation off for eager runs and graphs alike. {error}"
+            ) from error

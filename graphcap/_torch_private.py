@@ -293,20 +293,19 @@ def without_modes() -> Iterator[None]:
 
 
 @contextmanager
-def no_new_compilation() -> Iterator[None]:
-    """Inside, what Dynamo has compiled is used, and what it would have to compile raises. Another stance of the user's
-    (torch.compiler.set_stance) stays."""
+def compiler_stance(stance: str) -> Iterator[None]:
+    """torch.compiler.set_stance for a while, unless the user has set one: theirs stays."""
     from torch._dynamo import eval_frame
 
     if eval_frame._stance.stance != "default":
         yield
         return
-    with torch.compiler.set_stance("fail_on_recompile"):
+    with torch.compiler.set_stance(stance):
         yield
 
 
 def is_refused_compilation(error: BaseException) -> bool:
-    """Whether an error is what Dynamo raises instead of compiling, inside `no_new_compilation`."""
+    """Whether an error is what Dynamo raises instead of compiling, under the stance "fail_on_recompile"."""
     return "fail_on_recompile" in str(error)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap._compiled import as_warmed_up
@@ -103,6 +104,41 @@ def test_nothing_is_compiled_while_modes_look_on() -> None:
     with pytest.raises(StateError, match="at least one warm-up run"):
         under_gates(call, torch.ones(3, dtype=torch.float64))
     assert (counted.compiled, counted.ran) == (1, 2)
+
+
+def test_a_mode_that_looks_on_sees_the_plain_function_and_dynamo_does_not_notice() -> None:
+    class Looks(TorchDispatchMode):
+        names: list[str] = []  # noqa: RUF012
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    Looks.__module__ = "graphcap.some"
+    counted, x = Counted(), torch.ones(3)
+    call = as_warmed_up(counted.call, "function")
+    with Looks():
+        call(x)
+    assert "aten.tanh.default" in Looks.names
+    assert (counted.compiled, counted.ran) == (0, 0)
+    call(x)
+    under_gates(call, x)
+    assert (counted.compiled, counted.ran) == (1, 2)
+
+
+def test_under_function_modes_what_is_compiled_serves_everybody() -> None:
+    class Follows(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            raise AssertionError("the compiler asked a mode")
+
+    Follows.__module__ = "graphcap.some"
+    counted, x = Counted(), torch.ones(3)
+    call = as_warmed_up(counted.call, "function")
+    with Follows():
+        call(x)
+    under_gates(call, x)
+    counted.call(x)
+    assert (counted.compiled, counted.ran) == (1, 3)
 
 
 def test_errors_of_the_function_pass() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -351,16 +352,17 @@ def test_modes_come_off_and_back() -> None:
     assert private.modes() == []
 
 
-def test_no_new_compilation() -> None:
+def test_compiler_stance() -> None:
     compiled = torch.compile(lambda x: x + 1, backend="eager")
-    with pytest.raises(RuntimeError) as caught, private.no_new_compilation():
+    frozen = partial(private.compiler_stance, "fail_on_recompile")
+    with pytest.raises(RuntimeError) as caught, frozen():
         compiled(torch.ones(2))
     assert private.is_refused_compilation(caught.value)
     assert not private.is_refused_compilation(RuntimeError("another"))
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
-    with private.no_new_compilation():
+    with frozen():
         compiled(torch.ones(2))
-    with torch.compiler.set_stance("force_eager"), private.no_new_compilation():
+    with torch.compiler.set_stance("force_eager"), frozen():
         compiled(torch.ones(2, 3, dtype=torch.float64))
 
 
