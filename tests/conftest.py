@@ -44,7 +44,10 @@ def _seeds() -> None:
 # --- the time of `make test` (design: testing.md): each folder has a share, and `--shares` fails above it ---------------
 
 # Minutes of two workers, so that the sum of a folder's tests may be twice that.
-SHARES = {"unit": 1.0, "backends": 1.0, "flow": 2.0, "cut": 2.0, "hybrid": 1.5, "drop_in": 1.5, "distributed": 1.5}
+SHARES = {
+    "unit": 0.5, "backends": 0.5, "flow": 2.5, "cut": 2.5, "hybrid": 1.5, "drop_in": 1.0, "fp8": 0.5, "distributed": 1.25,
+    "bench": 0.75,
+}  # fmt: skip
 WORKERS = 2
 _spent: dict[str, float] = {}
 

@@ -20,7 +20,7 @@ plans = st.builds(
 common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 
 
-@settings(common, max_examples=60, derandomize=True)
+@settings(common, max_examples=30, derandomize=True)
 @given(plans)
 def test_equal_or_refused(plan: Plan) -> None:
     judged(plan)
