@@ -86,8 +86,8 @@ def plain_step(model: HybridModel, batches: Sequence[tuple[Tensor, Tensor]], del
             loss = model(tokens, labels).loss
             (loss * (1 / len(batches))).backward()
             if delay:
-                for _ in range(1 if model.mtp is None else 2):
-                    model.output_layer.backward_dw()  # type: ignore[union-attr]
+                depths = 0 if model.mtp is None else len(list(model.mtp.depths()))
+                model.output_layer.backward_dw(1 + depths)  # type: ignore[union-attr,operator]
                 for depth in model.mtp.depths() if model.mtp is not None else ():
                     depth.eh_proj.backward_dw()
                     for layer in depth.physical_layers():

@@ -21,7 +21,7 @@ from graphcap.hybrid import (
     delayed_wgrad,
     shard_experts,
 )
-from graphcap.hybrid.layers import HybridLayer
+from graphcap.hybrid.layers import HybridLayer, linear
 from graphcap.hybrid.recompute import DiscardedOutput
 from graphcap.hybrid.wgrad import WgradQueue
 from graphcap.testing import compare
@@ -74,6 +74,29 @@ def test_delayed_weight_gradients_of_grouped_experts() -> None:
     with delayed_wgrad(layer):
         found = outputs_and_gradients(layer, delayed=True, dtype=torch.bfloat16)
     assert_same(found, outputs_and_gradients(twin, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("uses", [1, 2, 3])
+def test_a_layer_that_runs_several_times_in_one_forward(uses: int) -> None:
+    """Autograd adds up the uses' gradients and then adds the sum to `.grad`; so does `backward_dw(uses)`."""
+    grads = []
+    for delayed in (False, True):
+        torch.manual_seed(3)
+        layer = linear(16, 16, HybridConfig())
+        with delayed_wgrad(layer, delayed):
+            for _ in range(3):
+                rows = torch.randn(40, 16)
+                total = torch.zeros(())
+                for use in range(uses):
+                    total = total + (layer(rows + use) * torch.randn(40, 16)).sum()
+                total.backward()
+                layer.backward_dw(uses)
+        grads.append(layer.weight.grad)
+    assert torch.equal(*grads)
+    if uses > 1:
+        with pytest.raises(StateError, match="its queue is empty"), delayed_wgrad(layer):
+            layer(rows).sum().backward()
+            layer.backward_dw(uses)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -15,9 +16,22 @@ from graphcap.hybrid.overlap import OverlapSchedule, SchedulePlan
 from graphcap.hybrid.overlap_pipeline import overlapped_pairs
 from graphcap.hybrid.schedule_nodes import Slot
 from graphcap.hybrid.schedule_units import build_unit, group_layers
-from tests.hybrid.overlap_twin import COVERING, OTHERS, Case, batches_of, model_of, run_beside_twin
+from tests.hybrid.overlap_twin import COVERING, OTHERS, PATTERNS, Case, batches_of, model_of, run_beside_twin
 
 # ------------------------------------------------------------------------------------------------------------ equality
+
+
+def test_the_cases_are_a_pairwise_covering_set() -> None:
+    """All combinations are in one list or the other; every pair of two columns' values occurs in the covering one."""
+    columns = (PATTERNS, *[(False, True)] * 4)
+    rows = {astuple(case) for case in COVERING}
+    for (i, left), (j, right) in combinations(enumerate(columns), 2):
+        assert {(row[i], row[j]) for row in rows} == set(product(left, right)), (i, j)
+    assert 10 <= len(rows) == len(COVERING) <= 12
+    others = {astuple(case) for case in OTHERS}
+    assert len(OTHERS) == len(others)
+    assert not others & rows
+    assert others | rows == set(product(*columns))
 
 
 @pytest.mark.parametrize("case", COVERING, ids=str)
