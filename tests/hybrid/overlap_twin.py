@@ -98,15 +98,16 @@ def plain_step(model: HybridModel, batches: Sequence[tuple[Tensor, Tensor]], del
     return losses
 
 
-def average(model: nn.Module) -> None:
-    """Over the ranks: what every rank has. The experts' gradients are whole already, of all ranks' losses."""
+def average(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Over the ranks that share the experts: what every rank has. The experts' gradients are whole already, of all ranks'
+    losses."""
     if not dist.is_initialized():
         return
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             if ".expert_mlps." not in name and ".grouped." not in name:
-                dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+                dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= dist.get_world_size(group)
 
 
 def run_beside_twin(
