@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
 _ENDS_TAG = 1 << 30  # above those of all messages between stages
 
 

@@ -1,5 +1,5 @@
-"""Activation recomputation: whole layers by torch's checkpoint, an output that is discarded after its last use, and, inside a
-graph, an output that no backward keeps."""
+"""Activation recomputation: whole layers by torch's checkpoint, an output that is discarded after its last use, and, inside
+a graph, an output that no backward keeps."""
 
 from __future__ import annotations
 
@@ -144,12 +144,12 @@ def not_kept(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor)
     place = value.untyped_storage().data_ptr()
     source, scale = x.detach(), weight.detach()
 
-    def pack(saved: Tensor) -> Tensor | tuple[torch.Size, tuple[int, ...], int]:
+    def pack(saved: Tensor) -> Tensor | tuple[Sequence[int], Sequence[int], int]:
         if saved.numel() == 0 or saved.untyped_storage().data_ptr() != place:
             return saved
-        return saved.size(), saved.stride(), saved.storage_offset()
+        return saved.size(), saved.stride(), int(saved.storage_offset())
 
-    def unpack(kept: Tensor | tuple[torch.Size, tuple[int, ...], int]) -> Tensor:
+    def unpack(kept: Tensor | tuple[Sequence[int], Sequence[int], int]) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         with torch.no_grad():

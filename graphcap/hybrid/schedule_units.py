@@ -96,7 +96,7 @@ class PreDispatch(PartialLayer):
         for layer in self._before:
             hidden = layer.whole(hidden)
         (moe,) = self._moe
-        made = (hidden,)
+        made: tuple[Tensor, ...] = (hidden,)
         if moe is not None:
             made = moe.before_dispatch(hidden, self.router_weight, in_graph=self.graphed)
         return made[0] if len(self.makes) == 1 else (*made, *normed)

@@ -183,13 +183,13 @@ class InPieces:
             self.copy = self.pieces[-1].embedding = copy.deepcopy(twin.embedding)
 
     def step(self, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        named = {} if self.copy is None else {"tokens": None}
         losses = []
         for tokens, labels in batches:
             hidden = tokens
             for piece in self.pieces[:-1]:
                 hidden = piece(hidden)
-            loss = self.pieces[-1](hidden, labels, **{name: tokens for name in named}).loss
+            named = {} if self.copy is None else {"tokens": tokens}
+            loss = self.pieces[-1](hidden, labels, **named).loss
             (loss * (1 / len(batches))).backward()
             losses.append(loss.detach())
         if self.copy is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from itertools import combinations, product
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +17,10 @@ from graphcap.errors import PlanError, ReplayOrderError, StateError
 from graphcap.hybrid import HybridConfig, HybridModel, HybridOutput
 from graphcap.hybrid.overlap import OverlapSchedule, SchedulePlan
 from graphcap.hybrid.overlap_pipeline import overlapped_pairs
+from graphcap.hybrid.recompute import DiscardedOutput
 from graphcap.hybrid.schedule_nodes import Slot
 from graphcap.hybrid.schedule_units import build_unit, group_layers
-from tests.hybrid.overlap_twin import COVERING, OTHERS, PATTERNS, Case, batches_of, model_of, run_beside_twin
+from tests.hybrid.overlap_twin import COVERING, OTHERS, PATTERNS, Case, batches_of, model_of, plain_step, run_beside_twin
 
 # ------------------------------------------------------------------------------------------------------------ equality
 
@@ -312,8 +316,13 @@ def test_what_the_policy_frees_is_freed() -> None:
     assert freed == [0, 0, 0]
 
 
-def test_a_second_recompute_hook_in_combine_is_an_error() -> None:
-    """Upstream's bug: combine reuses the helper that hooks the layer's output, and attention's gradients are corrupted."""
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_second_recompute_hook_in_combine_is_an_error(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's bug: combine reuses the helper that hooks the layer's output, and attention's gradients are corrupted.
+
+    Without the check the norm is computed twice, the first time in the communication stream's slot: its memory is then of
+    that stream's share, though its readers, slot 1's backward, run on the compute stream and nobody tells the allocator.
+    On a CPU, which has one stream, the values are still right: the corruption is one of streams alone."""
     schedule = OverlapSchedule(model_of(Case("[*E]", False, False, True)))
     moe = schedule.units[0][0].tail
     slots = schedule.units[0][0].slots
@@ -333,8 +342,49 @@ def test_a_second_recompute_hook_in_combine_is_an_error() -> None:
 
     with_slot(schedule, 2, replace(experts, run=remember))
     with_slot(schedule, 3, replace(back, run=hooked_again))
-    with pytest.raises(StateError, match="exactly one hook belongs to it"):
-        schedule.step(batches_of(0))
+    if checked:
+        with pytest.raises(StateError, match="exactly one hook belongs to it"):
+            schedule.step(batches_of(0))
+        return
+    streams = streams_of_recomputations(schedule, monkeypatch)
+    schedule.step(batches_of(0))
+    assert streams == ["comm", "compute"] * 3
+    monkeypatch.undo()
+    twin = model_of(Case("[*E]", False, False, True))
+    plain_step(twin, batches_of(0), False)
+    for mine, theirs in zip(schedule.chunks[0].parameters(), twin.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or theirs.grad is None or torch.equal(mine.grad, theirs.grad)
+
+
+def streams_of_recomputations(schedule: OverlapSchedule, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The stream that is current whenever a norm is computed again, from now on, whoever asks and however often."""
+    now: list[str] = []
+    seen: list[str] = []
+    on, recompute = schedule.streams.on, DiscardedOutput.recompute
+
+    @contextmanager
+    def noting(name: Any, event: Any) -> Iterator[None]:
+        now.append(name)
+        with on(name, event):
+            yield
+        now.pop()
+
+    def unchecked(self: DiscardedOutput, grad: Tensor) -> None:
+        seen.append(now[-1] if now else "no slot")
+        self._fired = False
+        recompute(self, grad)
+
+    monkeypatch.setattr(schedule.streams, "on", noting)
+    monkeypatch.setattr(DiscardedOutput, "recompute", unchecked)
+    return seen
+
+
+def test_the_norm_is_computed_again_once_on_its_readers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = OverlapSchedule(model_of(Case("[*E]", True, True, True)), delay_wgrad=True)
+    streams = streams_of_recomputations(schedule, monkeypatch)
+    schedule.step(batches_of(0))
+    assert streams == ["compute"] * 3
 
 
 def test_after_an_error_the_next_step_is_right() -> None:
