@@ -50,8 +50,9 @@ class DiscardedOutput:
     `value = discarded(x)`; then the consumers; then `discarded.discard(trigger)`, once: it frees the value and computes
     it again when the gradient of `trigger` arrives. The trigger must be a tensor whose backward precedes that of every
     consumer of the value, on the consumers' stream. For the norm in front of a mixture of experts that is the experts'
-    output: the combined output's gradient arrives on the communication stream, where memory of the recomputed value
-    would be taken from the wrong stream's share and given back too early. So a second trigger is an error.
+    output: the combined output's gradient arrives on the communication stream, and memory of the recomputed value would
+    be taken from that stream's share, which may hand it on before its readers on the other stream are done (Megatron-LM
+    saw the gradients of attention corrupted by it). So a second trigger is an error.
     """
 
     def __init__(self, run: Callable[[Tensor], Tensor], parameters: Sequence[Tensor]) -> None:
@@ -84,8 +85,8 @@ class DiscardedOutput:
         if self._fired or self._source is None:
             raise StateError(
                 "a discarded norm output was asked to be computed a second time: exactly one hook belongs to it, on the "
-                "experts' output. A hook on the combined output runs on the communication stream, before the layers that "
-                "read the value, and the gradients of the layers in front would be wrong"
+                "experts' output. A hook on the combined output runs on the communication stream, from which it would take "
+                "the value's memory, though its readers run on the other: gradients of the layers in front may be wrong"
             )
         assert self._storage is not None
         self._fired = True

@@ -22,7 +22,7 @@ from graphcap.hybrid.expert_parallel import agree, send, send_back
 from graphcap.hybrid.overlap import OverlapSchedule
 from graphcap.hybrid.overlap_pipeline import PipelineOverlap
 from graphcap.testing import compare, deterministic
-from tests.hybrid.overlap_twin import COVERING, OTHERS, Case, average, batches_of, model_of, run_beside_twin
+from tests.hybrid.overlap_twin import COVERING, OTHERS, PATTERNS, Case, average, batches_of, model_of, run_beside_twin
 
 
 def join(
@@ -146,11 +146,14 @@ def exchanges(cases: list[Case]) -> None:
 
 def long_runs(covering: list[Case], others: list[Case], device: str = "cpu") -> None:
     with deterministic(device):
-        for case in covering:
-            run_beside_twin(case, 100, sharded=True, device=device)
-            run_beside_twin(case, 100, sharded=True, graphs=True, device=device)
-        for case in others:
-            run_beside_twin(case, 5, sharded=True, early_release=case.shared, delayed_twin=True, device=device)
+        for graphs in (False, True):
+            for case in covering:
+                run_beside_twin(case, 100, sharded=True, graphs=graphs, device=device)
+            for case in others:
+                early = case.shared
+                run_beside_twin(
+                    case, 5, sharded=True, graphs=graphs, early_release=early, delayed_twin=True, device=device
+                )
 
 
 @dataclass(frozen=True)
@@ -165,10 +168,17 @@ class Pipeline:
     by_order: bool = False
     steps: int = 5
     device: str = "cpu"
+    batch: int = 2
+    tokens: int = 8
 
     def __str__(self) -> str:
         words = [word for word in ("graphs", "experts", "by_order") if getattr(self, word)]
         return "-".join([str(self.case), f"{self.chunks} chunks", *words])
+
+    def batches(self, step: int, expert_rank: int) -> list[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(2 * step + expert_rank)
+        ids = torch.randint(0, 64, (4, self.batch, self.tokens + 1), generator=generator).to(self.device)
+        return [(one[:, :-1], one[:, 1:]) for one in ids]
 
 
 class InPieces:
@@ -227,12 +237,12 @@ def run_pipeline(case: Pipeline) -> None:
     schedule = OverlapSchedule(pieces, delay_wgrad=case.case.delay)
     pipeline = PipelineOverlap(schedule, rank, 2, ranks, by_order=case.by_order or None)
     if case.graphs:
-        tokens = pipeline_batches(0, expert_rank, case.device)[0][0]
+        tokens = case.batches(0, expert_rank)[0][0]
         pipeline.capture_graphs(tokens, 4, backend="tape" if case.device == "cpu" else "cuda")
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (model, twin)]
     got = set()
     for step in range(case.steps):
-        batches = pipeline_batches(step, expert_rank, case.device)
+        batches = case.batches(step, expert_rank)
         for optimizer in optimizers:
             optimizer.zero_grad()
         losses = pipeline.step(batches)
@@ -273,27 +283,19 @@ def run_pipeline(case: Pipeline) -> None:
 def gradients_add_up_over_steps() -> None:
     """Two steps without zero_grad between them: the shared embedding's gradient too is counted once a step."""
     rank = dist.get_rank()
-    model = model_of(Case("[*E]|[*E]", False, False, False, mtp=True))
+    case = Pipeline(Case("[*E]|[*E]", False, False, False, mtp=True), 1)
+    model = model_of(case.case)
     pipeline = PipelineOverlap(OverlapSchedule(model.chunks(2)[rank]), rank, 2)
     weight = model.embedding.weight
     alone = []
     for step in range(2):
         weight.grad = None
-        pipeline.step(pipeline_batches(step, 0))
+        pipeline.step(case.batches(step, 0))
         alone.append(weight.grad)
     weight.grad = None
     for step in range(2):
-        pipeline.step(pipeline_batches(step, 0))
+        pipeline.step(case.batches(step, 0))
     assert torch.equal(weight.grad, alone[0] + alone[1])
-
-
-def pipeline_batches(step: int, expert_rank: int, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(2 * step + expert_rank)
-    ids = torch.randint(0, 64, (4, 2, 9), generator=generator).to(device)
-    return [(one[:, :-1], one[:, 1:]) for one in ids]
-
-
-# --------------------------------------------------------------------------------------------------------------- tests
 
 
 def pipeline_cases(device: str = "cpu", steps: int = 5) -> list[Pipeline]:
@@ -321,17 +323,14 @@ def pipeline_cases(device: str = "cpu", steps: int = 5) -> list[Pipeline]:
     ]
 
 
-def on_four_ranks(steps: int, device: str = "cpu") -> None:
-    """PP 2 x EP 2: 1F1B with MTP, and two chunks a rank as in the acceptance list of the design it follows."""
-    deep = "[*-][*-]|[*-][*-]|[*E][*E]|[*E][*E]"
-    pipelines(
-        [
-            Pipeline(Case(deep, True, True, True), 2, experts=True, steps=steps, device=device),
-            Pipeline(Case(deep, True, True, True), 2, graphs=True, experts=True, steps=steps, device=device),
-            Pipeline(Case("[*E]|[M*E]", False, True, False, mtp=True), 1, experts=True, steps=5, device=device),
-            Pipeline(Case("[*E]|[M*E]", True, False, True, mtp=True), 1, True, True, True, 5, device),
-        ]
-    )
+DEEP = "[*-][*-]|[*-][*-]|[*E][*E]|[*E][*E]"
+FOUR_RANKS = (
+    Pipeline(Case(DEEP, True, True, True), 2, experts=True, steps=100),
+    Pipeline(Case(DEEP, True, True, True), 2, graphs=True, experts=True, steps=100),
+    Pipeline(Case("[*E]|[M*E]", False, True, False, mtp=True), 1, experts=True),
+    Pipeline(Case("[*E]|[M*E]", True, False, True, mtp=True), 1, graphs=True, experts=True, by_order=True),
+)
+"""PP 2 x EP 2: two chunks a rank as in the acceptance list of the design this follows, and 1F1B with MTP."""
 
 
 # --------------------------------------------------------------------------------------------------------------- tests
@@ -357,17 +356,30 @@ def test_the_pipelines_are_a_pairwise_covering_set() -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_pipelines_on_two_ranks() -> None:
-    on_ranks(pipelines, pipeline_cases())
+@pytest.mark.parametrize("case", pipeline_cases(), ids=str)
+def test_pipelines_on_two_ranks(case: Pipeline) -> None:
+    on_ranks(pipelines, [case])
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_pipelines_with_shared_out_experts_on_four_ranks() -> None:
-    on_ranks(on_four_ranks, 100, ranks=4)
+@pytest.mark.timeout(900)  # four processes on what may be two cores
+@pytest.mark.parametrize("case", FOUR_RANKS, ids=str)
+def test_pipelines_with_shared_out_experts_on_four_ranks(case: Pipeline) -> None:
+    on_ranks(pipelines, [case], ranks=4)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_overlap_on_two_ranks_100_iterations() -> None:
-    on_ranks(long_runs, list(COVERING), list(OTHERS))
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_overlap_on_two_ranks_100_iterations(case: Case) -> None:
+    on_ranks(long_runs, [case], [])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_overlap_on_two_ranks_other_combinations(pattern: str) -> None:
+    on_ranks(long_runs, [], [case for case in OTHERS if case.pattern == pattern])

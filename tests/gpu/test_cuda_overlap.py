@@ -1,14 +1,19 @@
-"""The overlapped schedule on a device: two streams, freed inputs, recomputation, and graphs of slot 1."""
+"""The overlapped schedule on a device: two streams, freed inputs, recomputation, graphs of slot 1, pipelines over NCCL."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.distributed.test_hybrid_ranks import long_runs, on_ranks
+from tests.distributed.test_hybrid_ranks import FOUR_RANKS, Pipeline, long_runs, on_ranks, pipeline_cases, pipelines
 from tests.hybrid.overlap_twin import COVERING, OTHERS, Case, run_beside_twin
 
 pytestmark = pytest.mark.gpu
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks need two GPUs")
+four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="four ranks need four GPUs")
 
 
 @pytest.mark.parametrize("case", COVERING, ids=str)
@@ -32,6 +37,29 @@ def test_overlap_with_kernels_that_take_time(recompute: bool, graphs: bool) -> N
     run_beside_twin(case, 20, device="cuda", tokens=200, graphs=graphs, mamba_chunk=32)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks need two GPUs")
+@two_gpus
+@pytest.mark.timeout(900)
 def test_overlap_on_two_gpus() -> None:
     on_ranks(long_runs, list(COVERING), list(OTHERS), "cuda", backend="nccl")
+
+
+@two_gpus
+@pytest.mark.timeout(900)
+def test_pipelines_on_two_gpus() -> None:
+    """Messages by order, on a communicator per edge: with tags and one communicator these would wait forever."""
+    on_ranks(pipelines, pipeline_cases("cuda", steps=20), backend="nccl")
+
+
+@two_gpus
+def test_a_message_that_fills_no_buffer_of_nccl_s() -> None:
+    """NCCL lets small messages go before anybody asks for them; these, 8 MiB each, are too large for that."""
+    case = Case("[*E]|[*E]|[*E]|[*E]", shared=True, delay=True, norm=False, mtp=True)
+    wide = Pipeline(case, 2, graphs=True, device="cuda", batch=512, tokens=256)
+    on_ranks(pipelines, [wide, replace(wide, graphs=False)], backend="nccl")
+
+
+@four_gpus
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", FOUR_RANKS, ids=str)
+def test_pipelines_with_shared_out_experts_on_four_gpus(case: Pipeline) -> None:
+    on_ranks(pipelines, [replace(case, device="cuda")], backend="nccl", ranks=4)
