@@ -106,9 +106,10 @@ def test_forward_step_gives_a_plan_or_the_output() -> None:
     assert torch.equal(plan.output.logits, output.logits)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    run_beside_twin(Case("[M*E]*-", shared=True, delay=True, norm=dtype is torch.bfloat16), 5, dtype=dtype)
+def test_other_dtypes(dtype: torch.dtype, graphs: bool) -> None:
+    run_beside_twin(Case("[M*E]*-", shared=True, delay=True, norm=dtype is torch.bfloat16), 5, graphs=graphs, dtype=dtype)
 
 
 def test_grouped_experts() -> None:

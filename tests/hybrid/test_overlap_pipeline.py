@@ -6,10 +6,14 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import torch
 
 from graphcap import Order
-from graphcap.hybrid.overlap_pipeline import overlapped_pairs
+from graphcap.errors import PlanError
+from graphcap.hybrid.overlap import OverlapSchedule
+from graphcap.hybrid.overlap_pipeline import PipelineOverlap, overlapped_pairs
 from graphcap.hybrid.overlap_transport import Edge, Place, edges_of
+from tests.hybrid.overlap_twin import Case, model_of
 
 Message = tuple[int, int]
 """(stage that it goes to, microbatch)."""
@@ -72,6 +76,37 @@ def test_messages_arrive_in_order_and_nobody_waits_forever(pp_size: int, chunks:
         assert moved, [rank.todo[:1] for rank in ranks]
     assert used == set(known)
     assert not any(wires.values())
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize(("pattern", "layers"), [("[*E][*E]|[*E][*E]", (2,)), ("[*E]|[*E]|E|[M*E]", (1, 1))])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_graphs_are_recorded_in_the_order_of_issue(
+    pattern: str, layers: tuple[int, ...], delay: bool, rank: int
+) -> None:
+    """Which is Order.ep_overlap of the rank's base order: each unit a chunk, each chunk's units in a row."""
+    model = model_of(Case(pattern, shared=False, delay=delay, norm=False))
+    schedule = OverlapSchedule(model.chunks()[rank::2], delay_wgrad=delay)
+    pipeline = PipelineOverlap(schedule, rank, 2)
+    pipeline.capture_graphs(torch.zeros(2, 8, dtype=torch.int64), 4, backend="tape")
+    assert schedule.graphs is not None
+    expected = Order.ep_overlap(pipeline.order(4), layers, delay_wgrad=delay)
+    assert list(schedule.graphs.graphed.plan.order) == list(expected)
+
+
+def test_what_has_no_slot_1_has_no_graphs() -> None:
+    model = model_of(Case("-|[*E]", shared=False, delay=False, norm=False))
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    schedule = OverlapSchedule(model.chunks()[0])
+    PipelineOverlap(schedule, 0, 2).capture_graphs(tokens, 4, backend="tape")
+    assert schedule.graphs is None
+    dense = OverlapSchedule(model_of(Case("--", shared=False, delay=False, norm=False)))
+    with pytest.raises(PlanError, match="no unit of '--' has a slot 1"):
+        dense.capture_graphs(tokens, 4, backend="tape")
+    with pytest.raises(PlanError, match=r"use PipelineOverlap\.capture_graphs"):
+        OverlapSchedule(model.chunks()).capture_graphs(tokens, 4, backend="tape")
+    with pytest.raises(PlanError, match="no microbatches"):
+        PipelineOverlap(schedule, 0, 2).step([])
 
 
 def test_edges() -> None:
