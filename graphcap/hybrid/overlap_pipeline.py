@@ -103,8 +103,9 @@ class PipelineOverlap:
         if self._lines is None:
             ranks = tuple(range(self.pp_size)) if self.ranks is None else tuple(self.ranks)
             place = Place(self.pp_rank, self.pp_size, len(self.schedule.chunks))
-            by_order = self.schedule.streams.device.type == "cuda" if self.by_order is None else self.by_order
-            self._lines = Lines(place, ranks, by_order=by_order)
+            device = self.schedule.streams.device
+            by_order = device.type == "cuda" if self.by_order is None else self.by_order
+            self._lines = Lines(place, ranks, device, by_order=by_order)
         return self._lines
 
     @contextmanager

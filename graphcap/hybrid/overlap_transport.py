@@ -56,10 +56,11 @@ class Lines:
     by_order: each edge has a process group of its own, made once, on which messages need no tags. NCCL has none, and runs
     what is sent and received on one communicator one after the other, so that two ranks that first send to each other
     would wait forever; on a group of its own a message waits for nothing but those sent before it the same way, which
-    the receiver asks for first. Else: the default group, and tags.
+    the receiver asks for first. The groups are made, and one message sent on each, in the same order everywhere: NCCL joins
+    two ranks at their first message, for which the host waits. Else: the default group, and tags.
     """
 
-    def __init__(self, place: Place, ranks: Sequence[int], *, by_order: bool) -> None:
+    def __init__(self, place: Place, ranks: Sequence[int], device: torch.device, *, by_order: bool) -> None:
         self.place, self.ranks, self.by_order = place, tuple(ranks), by_order
         self.groups: dict[Edge, dist.ProcessGroup] = {}
         if by_order:
@@ -67,10 +68,18 @@ class Lines:
                 if place.pp_rank in (edge.sender, edge.receiver):
                     members = sorted(self.ranks[rank] for rank in (edge.sender, edge.receiver))
                     self.groups[edge] = dist.new_group(members, use_local_synchronization=True)
+                    self._first_message(edge, torch.zeros(1, device=device))
         self._ends = None
         if by_order and place.pp_size > 1 and place.pp_rank in (0, place.pp_size - 1):
             members = sorted((self.ranks[0], self.ranks[-1]))
             self._ends = dist.new_group(members, use_local_synchronization=True)
+
+    def _first_message(self, edge: Edge, word: Tensor) -> None:
+        group = self.groups[edge]
+        if edge.sender == self.place.pp_rank:
+            dist.send(word, self.ranks[edge.receiver], group=group)
+        else:
+            dist.recv(word, self.ranks[edge.sender], group=group)
 
     def isend(self, tensor: Tensor, receiver: int, gradient: bool, tag: int) -> dist.Work | None:
         edge = Edge(self.place.pp_rank, receiver, gradient)

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from graphcap import Order
+from graphcap import CaptureConfig, Order
 from graphcap.errors import PlanError
 from graphcap.hybrid.overlap import OverlapSchedule
 from graphcap.hybrid.overlap_pipeline import PipelineOverlap, overlapped_pairs
@@ -78,19 +78,25 @@ def test_messages_arrive_in_order_and_nobody_waits_forever(pp_size: int, chunks:
     assert not any(wires.values())
 
 
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize(("pattern", "layers"), [("[*E][*E]|[*E][*E]", (2,)), ("[*E]|[*E]|E|[M*E]", (1, 1))])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("pattern", "layers", "rank", "microbatches", "delay"),
+    [
+        ("[*E][E]|[*E]E", (2,), 0, 3, True),
+        ("[*E]|E|E|[M*E]", (1, 1), 0, 2, False),
+        ("[*E]|E|E|[M*E]", (1, 1), 1, 2, True),
+    ],
+)
 def test_graphs_are_recorded_in_the_order_of_issue(
-    pattern: str, layers: tuple[int, ...], delay: bool, rank: int
+    pattern: str, layers: tuple[int, ...], rank: int, microbatches: int, delay: bool
 ) -> None:
     """Which is Order.ep_overlap of the rank's base order: each unit a chunk, each chunk's units in a row."""
     model = model_of(Case(pattern, shared=False, delay=delay, norm=False))
     schedule = OverlapSchedule(model.chunks()[rank::2], delay_wgrad=delay)
     pipeline = PipelineOverlap(schedule, rank, 2)
-    pipeline.capture_graphs(torch.zeros(2, 8, dtype=torch.int64), 4, backend="tape")
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    pipeline.capture_graphs(tokens, microbatches, backend="tape", config=CaptureConfig(warmup=1))
     assert schedule.graphs is not None
-    expected = Order.ep_overlap(pipeline.order(4), layers, delay_wgrad=delay)
+    expected = Order.ep_overlap(pipeline.order(microbatches), layers, delay_wgrad=delay)
     assert list(schedule.graphs.graphed.plan.order) == list(expected)
 
 
