@@ -139,8 +139,9 @@ def _gpt_pieces(model: GPTModel) -> Iterator[tuple[str, Piece]]:
 def _output(config: HybridConfig, output_layer: nn.Linear | None) -> Iterator[tuple[str, Piece]]:
     """Tied to the embedding it has no key of its own."""
     if output_layer is not None:
-        yield "embedding.word_embeddings.weight" if config.tie_embeddings else "output_layer.weight", _named(
-            output_layer, "weight"
+        yield (
+            "embedding.word_embeddings.weight" if config.tie_embeddings else "output_layer.weight",
+            _named(output_layer, "weight"),
         )
 
 
