@@ -22,6 +22,7 @@ _COUNTS: Final = (
     *("vocab", "hidden", "heads", "kv_heads", "head_dim", "ffn", "experts", "top_k", "expert_ffn"),
     *("mamba_heads", "mamba_head_dim", "mamba_state", "mamba_groups", "mamba_conv", "mamba_chunk", "max_sequence"),
 )
+QUANTIZATION_FIELDS: Final = ("quantization", "recipe", "amax_group", "cache_weights", "high_precision_layers")
 _POSITIVE: Final = ("rope_base", "norm_eps", "init_std")
 _COEFFICIENTS: Final = ("aux_loss", "z_loss", "mtp_loss")
 
@@ -51,12 +52,12 @@ class HybridConfig:
     being part of the output's loss; router_statistics: count the rows per expert. mtp_loss: coefficient of the mean over
     the MTP depths' losses. What they come to stands in the model's `LayerTracker`.
     quantization: the linear layers of `M`, `*`, `-` and `E` (experts and shared expert too; not the router) in FP8, by
-    "reference" (`graphcap.fp8_reference`, any device) or "te" (Transformer Engine, a GPU; widths in multiples of 16, and
-    tokens of a microbatch too); None: in `dtype`. Such a model runs inside `model.autocast()`. recipe: a RefRecipe, or one of Transformer
-    Engine's; None: the framework's default. amax_group: the process group over which amaxes are reduced; None: the default
-    one. cache_weights: quantised weights are kept over the microbatches of a step, and every call says
+    "reference" (`graphcap.fp8_reference`, any device) or "te" (Transformer Engine, a GPU; widths and tokens of a microbatch
+    in multiples of 16); None: in `dtype`. Such a model runs inside `model.autocast()`. recipe: a RefRecipe, or one of
+    Transformer Engine's; None: the framework's default. amax_group: the process group over which amaxes are reduced; None:
+    the default one. cache_weights: quantised weights are kept over the microbatches of a step, and every call says
     `is_first_microbatch`. high_precision_layers: physical numbers of main-stack layers that stay in `dtype`. With
-    quantisation there is no recomputation, and `expert_gemm` says nothing ("te" runs its own grouped products).
+    quantisation there is no recomputation, and `expert_gemm` stays "loop" ("te" runs its own grouped products).
     dtype: of weights and activations; the router, A_log, D, dt_bias and the scan stay in float32 (float64 in float64).
     init_std: standard deviation of the weights; projections into the residual get init_std / sqrt(number of layers).
     """
@@ -133,12 +134,7 @@ class HybridConfig:
         self._check("quantization", "None, 'reference' or 'te'", self.quantization in (None, "reference", "te"))
         self._check("cache_weights", "True or False", isinstance(self.cache_weights, bool))
         if self.quantization is None:
-            for name, empty in (
-                ("recipe", None),
-                ("amax_group", None),
-                ("cache_weights", False),
-                ("high_precision_layers", ()),
-            ):
+            for name, empty in zip(QUANTIZATION_FIELDS[1:], (None, None, False, ()), strict=True):
                 self._check(name, f"{empty!r} without quantization", getattr(self, name) == empty)
             return
         numbers, layers = self.high_precision_layers, range(1, self.layers.physical_layers + 1)

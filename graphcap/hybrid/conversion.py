@@ -127,7 +127,9 @@ def _matched(before: Pattern, after: Pattern, drop_mamba: bool) -> tuple[dict[Pl
     return places, dropped, [] if old["M"] else [index for index, _ in new["M"]]
 
 
-def _renamed(key: str, places: dict[Place, int], dropped: set[Place], grouped: bool, before: Pattern) -> str | None:
+def _renamed(
+    key: str, places: dict[Place, int], dropped: set[Place], grouped: bool, before: Pattern
+) -> str | None:
     """The key in the converted checkpoint; None: it is not in there."""
     if key == OUTPUT_EXTRA_STATE or key.startswith(f"{OUTPUT_EXTRA_STATE}/"):
         return None  # holds nothing; the new pattern decides whether there is one

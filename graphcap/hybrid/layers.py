@@ -119,8 +119,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, inner: int, config: HybridConfig, context: LayerContext) -> None:
         super().__init__()
-        self.gate_up = context.linear(normal((2 * inner, config.hidden), config))
-        self.down = context.linear(normal((config.hidden, inner), config, std=config.residual_std))
+        self.gate_up: Any = context.linear(normal((2 * inner, config.hidden), config))
+        self.down: Any = context.linear(normal((config.hidden, inner), config, std=config.residual_std))
 
     def forward(self, x: Tensor, first: bool | None = None) -> Tensor:
         gate, up = self.gate_up(x, first).chunk(2, dim=-1)

@@ -279,11 +279,8 @@ class HybridChunk(PartialLayer):
     def quantized_states(self) -> dict[str, dict[str, Tensor]]:
         """Copies of all scales and amax histories, by `layers.<physical number>.<linear layer>.`, in MTP layers with
         `mtp.<depth>.` in front; empty without quantisation, and for what has not run yet in Transformer Engine."""
-        layers = [*self.physical_layers()]
-        for depth in self.mtp.depths() if self.mtp is not None else ():
-            layers += depth.physical_layers()
         found: dict[str, dict[str, Tensor]] = {}
-        for layer in layers:
+        for layer in self.all_physical_layers():
             found |= read_states(layer, layer.context)
         return found
 
@@ -292,12 +289,18 @@ class HybridChunk(PartialLayer):
         copy.deepcopy(self.quantization, memo)
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__dict__, memo))
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
         return made
 
     def physical_layers(self) -> Iterator[HybridLayer]:
         """The layers of the main stack in order, groups opened."""
         return (layer for layer in self.decoder.modules() if isinstance(layer, HybridLayer))
+
+    def all_physical_layers(self) -> Iterator[HybridLayer]:
+        """The same, and then those of the MTP depths."""
+        yield from self.physical_layers()
+        for depth in self.mtp.depths() if self.mtp is not None else ():
+            yield from depth.physical_layers()
 
 
 def _as_they_are(logits: Tensor) -> Tensor:

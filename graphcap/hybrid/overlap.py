@@ -141,9 +141,9 @@ class OverlapSchedule:
             raise PlanError("OverlapSchedule: no chunks")
         if self.chunks[0].config.quantization is not None:
             raise PlanError(
-                f"quantization={self.chunks[0].config.quantization!r} and an overlapped schedule: it interleaves the slots of "
-                "two microbatches, whose amaxes would be collected and reduced in another order than eager. Run the chunks "
-                "under an Order (graphcap.capture), or overlap without quantization"
+                f"quantization={self.chunks[0].config.quantization!r} and an overlapped schedule: it interleaves "
+                "the slots of two microbatches, whose amaxes would be collected and reduced in another order than eager. "
+                "Run the chunks under an Order (graphcap.capture), or overlap without quantization"
             )
         if self.chunks[0].config.tie_embeddings:
             raise PlanError(

@@ -147,7 +147,9 @@ class _Run:
         newer = older = None
         if forward is not None:
             tokens, labels = batches[forward.microbatch]
-            newer = self.schedule.build_schedule_plan(forward.microbatch, tokens, labels, chunk=forward.chunk, scale=scale)
+            newer = self.schedule.build_schedule_plan(
+                forward.microbatch, tokens, labels, chunk=forward.chunk, scale=scale
+            )
             self.waiting[forward.chunk, forward.microbatch] = newer
         if backward is not None:
             older = self.waiting.pop((backward.chunk, backward.microbatch))

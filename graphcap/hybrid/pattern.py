@@ -160,7 +160,9 @@ class Pattern:
         before = tuple(item for segment in self.segments[:index] for item in segment)
         return Segment(self.segments[index], physical_count(before), len(before))
 
-    def _split(self, pp_rank: int, pp_size: int, vp_stage: int | None, first: int | None, last: int | None) -> Segment:
+    def _split(
+        self, pp_rank: int, pp_size: int, vp_stage: int | None, first: int | None, last: int | None
+    ) -> Segment:
         """The share of `pp_rank` in a pattern without pipes."""
         if vp_stage is not None and pp_size > 1:
             raise self._complaint(None, "virtual stages need pipes: write one segment per stage, as in M*|M-")

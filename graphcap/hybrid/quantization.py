@@ -51,7 +51,9 @@ class Quantization:
 
     def state(self, module: nn.Module) -> QuantizedState | None:
         """Whoever keeps the state of the quantised layers under `module`; None where there are none."""
-        return self.manager if self.manager is not None else fp8_meta.find([module])
+        own: Any = self.manager
+        found: QuantizedState | None = own if own is not None else fp8_meta.find([module])
+        return found
 
     def autocast(self) -> AbstractContextManager[None]:
         """The region in which quantised layers run; leaving it reduces forward amaxes."""
@@ -221,22 +223,11 @@ def _leave(weight: Tensor) -> Tensor:
     return weight
 
 
-def owners_of(layer: nn.Module, context: LayerContext) -> dict[str, nn.Module]:
-    """The quantised linear layers under a physical layer, by their names in it. Changes nothing."""
-    if context.quantization is None:
-        return {}
-    state = context.quantization.state(layer)
-    if state is None:
-        return {}
-    chosen = set(state.owners(layer))
-    return {name: module for name, module in layer.named_modules() if module in chosen}
-
-
 def read_states(layer: nn.Module, context: LayerContext) -> Mapping[str, dict[str, Tensor]]:
     """Copies of scales and histories, by `<name of the context>.<linear layer>`."""
-    owners = owners_of(layer, context)
-    if not owners or context.quantization is None:
+    state = None if context.quantization is None else context.quantization.state(layer)
+    if state is None:
         return {}
-    state = context.quantization.state(layer)
-    assert state is not None
-    return {f"{context.name}.{name}": state.read(owner) for name, owner in owners.items()}
+    owners = set(state.owners(layer))
+    named = ((name, module) for name, module in layer.named_modules() if module in owners)
+    return {f"{context.name}.{name}": state.read(owner) for name, owner in named}

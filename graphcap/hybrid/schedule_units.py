@@ -48,7 +48,9 @@ class Entrance:
 class PreDispatch(PartialLayer):
     """Slot 1 as a callable of its own, which a graph can hold: hidden -> what the unit's later slots read."""
 
-    def __init__(self, before: Sequence[HybridLayer], moe: MoELayer | None, entrance: Entrance | None = None) -> None:
+    def __init__(
+        self, before: Sequence[HybridLayer], moe: MoELayer | None, entrance: Entrance | None = None
+    ) -> None:
         super().__init__()
         # Registered for capture's checks of parameters and modules; names do not matter, the model owns the layers. Of
         # an `E` only what runs here: its experts may change (their weight gradients are delayed or not) under a graph.

@@ -62,7 +62,9 @@ class LayerTracker(nn.Module):
     rows: Tensor
     loss_scale: Tensor
 
-    def __init__(self, layers: int, mtp_depth: int = 0, experts: int = 0, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, layers: int, mtp_depth: int = 0, experts: int = 0, *, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         self.layers, self.mtp_depth = layers, mtp_depth
         size = layers + mtp_depth

@@ -182,5 +182,6 @@ def delayed_wgrad(module: nn.Module, delayed: bool = True) -> Iterator[None]:
 def discard_outstanding(module: nn.Module) -> None:
     """Forget the outstanding weight gradients: after a step that failed."""
     for child in module.modules():
-        if hasattr(child, "outstanding"):
-            child.outstanding.clear()
+        outstanding = getattr(child, "outstanding", None)
+        if outstanding is not None:
+            outstanding.clear()
