@@ -15,7 +15,8 @@ from graphcap._tensors import flatten
 from graphcap.hybrid import HybridModel
 from graphcap.order import Order, Phase, Step
 
-Kind = Literal["output", "input gradient", "gradient", "buffer", "weight"]
+Kind = Literal["output", "input gradient", "gradient", "buffer", "scale", "weight"]
+SCALES = ("scale_fwd", "hist_fwd", "scale_bwd", "hist_bwd")
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -86,8 +87,11 @@ def run_pass(side: Side, order: Order, batches: list[Batch]) -> tuple[float, lis
         if place.phase is Phase.F:
             tokens, labels = batches[place.microbatch]
             entry = tokens if place.chunk == 0 else outputs[place.chunk - 1, place.microbatch]
-            ahead = {"tokens": tokens} if last and place.chunk > 0 and side.model.mtp is not None else {}
-            outputs[key] = side.steps.forward(place, entry, *((labels,) if last else ()), **ahead)
+            ahead: dict[str, Any] = {"tokens": tokens} if last and place.chunk > 0 and side.model.mtp is not None else {}
+            if side.model.config.cache_weights:
+                ahead["is_first_microbatch"] = place.microbatch == 0
+            with side.model.autocast():
+                outputs[key] = side.steps.forward(place, entry, *((labels,) if last else ()), **ahead)
             names = ("loss", "logits") if last else ("hidden",)
             copies = [leaf.detach().clone() for leaf in flatten(outputs[key])[0]]
             made += [Value("output", f"{n} of {place}", v) for n, v in zip(names, copies, strict=True)]
@@ -111,6 +115,8 @@ def gradients_of(side: Side) -> Iterator[Value]:
 
 def state_of(side: Side) -> Iterator[Value]:
     yield from (Value("buffer", name, b) for name, b in side.model.named_buffers())
+    for layer, state in side.model.quantized_states().items():
+        yield from (Value("scale", f"{layer}.{name}", state[name]) for name in SCALES if name in state)
     yield from (Value("weight", name, p.detach()) for name, p in side.model.named_parameters())
 
 

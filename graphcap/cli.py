@@ -60,8 +60,8 @@ def _add_demo(command: argparse.ArgumentParser) -> None:
     add("--pattern", default=default.pattern, help="layers: M Mamba-2, * attention, - MLP, E experts, [..] a group")
     add("--backend", choices=("auto", "tape", "cuda"), default=default.backend)
     add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
-    add("--dtype", choices=tuple(demo.DTYPES), default=default.dtype)
-    add("--schedule", choices=("none", "1f1b", "interleaved"), default=default.schedule)
+    add("--dtype", choices=tuple(demo.DTYPES), help="default: float32")
+    add("--schedule", choices=("none", "1f1b", "interleaved"), help="default: none")
     add("--microbatches", type=_count, help="default: 1 without a schedule, else 4")
     add("--chunks", type=_count, help="chunks of the model, for interleaved; default 2")
     add("--hidden", type=_count, default=default.hidden, help="width of the residual stream")
@@ -69,6 +69,8 @@ def _add_demo(command: argparse.ArgumentParser) -> None:
     add("--top-k", type=_count, default=default.top_k, help="experts that a token visits")
     add("--tokens", type=_count, default=default.tokens, help="bytes of text per microbatch")
     add("--seed", type=int, default=default.seed)
+    add("--fp8", action="store_true",
+        help="products in FP8, weights cast once a step, interleaved if no schedule is given; Transformer Engine on a GPU")
     add("--json", type=Path, metavar="FILE", help="also write the results there")
     command.set_defaults(run=_demo)
 
@@ -101,13 +103,15 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _capture_text(settings: demo.DemoSettings, facts: demo.CaptureFacts) -> str:
     chosen = settings.resolved()
-    order = f"order    {chosen.order}\n" if settings.schedule != "none" else ""
+    order = f"order    {chosen.order}\n" if chosen.settings.schedule != "none" else ""
+    fp8 = f"fp8      {facts.quantization}\n" if facts.quantization is not None else ""
+    scales = ", scales" if fp8 else ""
     return (
-        f"backend  {facts.backend} on {facts.device}, {settings.dtype}, torch {torch.__version__}\n"
+        f"backend  {facts.backend} on {facts.device}, {chosen.settings.dtype}, torch {torch.__version__}\n"
         f"model    {settings.pattern}, hidden {settings.hidden}, {settings.experts} experts, top {settings.top_k}; "
-        f"{chosen.order.microbatches} x {settings.tokens} bytes of text a step\n{order}"
+        f"{chosen.order.microbatches} x {settings.tokens} bytes of text a step\n{fp8}{order}"
         f"plan     {facts.plan}\n\n"
-        f"step   loss eager   loss graphed   outputs, gradients, buffers, weights"
+        f"step   loss eager   loss graphed   outputs, gradients, buffers, weights{scales}"
     )
 
 
@@ -144,7 +148,7 @@ def _json(settings: demo.DemoSettings, facts: demo.CaptureFacts, result: demo.De
     times_mean = TAPE_TIMES if facts.backend == "tape" else "seconds of forward and backward"
     content = {
         "torch": str(torch.__version__),
-        "settings": asdict(settings),
+        "settings": asdict(settings.resolved().settings),
         "order": str(settings.resolved().order),
         "capture": asdict(facts),
         "result": asdict(result),

@@ -6,7 +6,7 @@ step. The text is the help that every Python carries (`pydoc_data.topics`). Prin
 
 from __future__ import annotations
 
-import copy
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -67,10 +67,11 @@ class DemoStep:
 
 @dataclass(frozen=True, slots=True)
 class CaptureFacts:
-    """What was captured: `plan` is the printed plan, operations those that all graphs hold."""
+    """What was captured: `quantization` says by whom, `plan` is the printed plan, operations those that all graphs hold."""
 
     backend: str
     device: str
+    quantization: str | None
     plan: str
     graphs: int
     breaks: int
@@ -128,10 +129,7 @@ class _Twins:
 
     def __init__(self, chosen: ResolvedSettings) -> None:
         self.chosen, self.order = chosen, chosen.order
-        torch.manual_seed(chosen.settings.seed)
-        with torch.device(chosen.device):
-            model = HybridModel(chosen.config)
-        twin = copy.deepcopy(model)
+        model, twin = _build(chosen), _build(chosen)
         self.graphed = _capture(model, chosen)
         plain = chosen.settings.schedule == "none"
         self.graphed_side = _side(model, PlainCalls(self.graphed) if plain else self.graphed)
@@ -146,6 +144,7 @@ class _Twins:
         return CaptureFacts(
             backend=self.chosen.backend,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            quantization=_quantization(self.chosen),
             plan=str(plan),
             graphs=plan.graphs,
             breaks=len(plan.breaks),
@@ -156,7 +155,7 @@ class _Twins:
 
     def eager_against_eager(self) -> Difference | None:
         """One pass of two more copies: where eager does not repeat itself, equality of a graph means nothing."""
-        first, second = (_eager_side(copy.deepcopy(self.eager_side.model), self.chosen) for _ in range(2))
+        first, second = (_eager_side(_build(self.chosen), self.chosen) for _ in range(2))
         batches = _batches(self.chosen, 0)
         values = [[*run_pass(side, self.order, batches)[1], *gradients_of(side)] for side in (first, second)]
         return _first_difference(0, *values)
@@ -210,21 +209,41 @@ class _Twins:
         return DemoResult(problem is None, verdict, steps, self.idle(), stats.replays, sum(stats.eager.values()))
 
 
+def _build(chosen: ResolvedSettings) -> HybridModel:
+    """Built from the seed, not copied: modules of Transformer Engine can't be copied."""
+    torch.manual_seed(chosen.settings.seed)
+    with torch.device(chosen.device):
+        return HybridModel(chosen.config)
+
+
+def _quantization(chosen: ResolvedSettings) -> str | None:
+    """By whom, and under what."""
+    config = chosen.config
+    if config.quantization is None:
+        return None
+    maker = "the reference in plain torch"
+    if config.quantization == "te":
+        maker = f"Transformer Engine {importlib.import_module('transformer_engine').__version__}"
+    return f"{maker}, delayed scaling, weights cast once a step; attention: {config.attention}, which is torch's"
+
+
 def _capture(model: HybridModel, chosen: ResolvedSettings) -> Any:
     """The model, or under a schedule its chunks: the first takes tokens, the last labels too."""
     tokens, labels = _batches(chosen, 0)[0]
+    spec = chosen.config.quant_spec if model.quantization is not None else None
+    first = {"is_first_microbatch": True} if chosen.config.cache_weights else {}
     if chosen.settings.schedule == "none":
-        return capture(model, (tokens, labels), backend=chosen.backend)
+        return capture(model, (tokens, labels), first, backend=chosen.backend, quantization=spec)
     chunks = model.chunks(chosen.order.chunks)
     shape = (*tokens.shape, chosen.config.hidden)
     entries = [tokens] + [
         torch.zeros(shape, dtype=chosen.config.dtype, device=chosen.device, requires_grad=True) for _ in chunks[1:]
     ]
     samples = [(entry,) for entry in entries[:-1]] + [(entries[-1], labels)]
-    named: list[dict[str, Any]] = [{} for _ in chunks]
+    named: list[dict[str, Any]] = [dict(first) for _ in chunks]
     if model.mtp is not None and len(chunks) > 1:
-        named[-1] = {"tokens": tokens}  # the last chunk embeds the tokens that its MTP layers look ahead to
-    return capture(chunks, tuple(samples), tuple(named), order=chosen.order, backend=chosen.backend)
+        named[-1]["tokens"] = tokens  # the last chunk embeds the tokens that its MTP layers look ahead to
+    return capture(chunks, tuple(samples), tuple(named), order=chosen.order, backend=chosen.backend, quantization=spec)
 
 
 def _eager_side(model: HybridModel, chosen: ResolvedSettings) -> Side:

@@ -412,7 +412,7 @@ class RefFp8Linear(nn.Module):
         self.register_buffer("hist_bwd", torch.zeros(history_len, 1, **exact), persistent=False)
         self.delay_wgrad = delay_wgrad
         self.cache: WeightCache | None = None
-        self._put_off: list[tuple[Tensor, Tensor]] = []
+        self.outstanding: list[tuple[Tensor, Tensor]] = []  # what backwards have left to backward_dw
 
     @property
     def title(self) -> str:
@@ -515,9 +515,9 @@ class RefFp8Linear(nn.Module):
         """Add the weight gradient of the oldest backward that has not had it. StateError where there is none."""
         if not self.delay_wgrad:
             return
-        if not self._put_off:
+        if not self.outstanding:
             raise StateError(f"{self.title}.backward_dw(): no backward has run since the last one")
-        x, gradient = self._put_off.pop(0)
+        x, gradient = self.outstanding.pop(0)
         pairs = [(self.weight, _weight_gradient(x, gradient, self.weight.dtype))]
         if self.bias is not None:
             pairs.append((self.bias, gradient.sum(0).to(self.bias.dtype)))
@@ -561,7 +561,7 @@ class _QuantisedLinear(torch.autograd.Function):
             dx = (gradient @ (ctx.weight.q.float() * ctx.weight.scale_inv)).to(ctx.dtypes[0]).reshape(ctx.shape)
         x = ctx.q.float() * ctx.scale_inv
         if owner.delay_wgrad:
-            owner._put_off.append((x, gradient))
+            owner.outstanding.append((x, gradient))
         else:
             if ctx.needs_input_grad[1]:
                 dw = _weight_gradient(x, gradient, ctx.dtypes[1])

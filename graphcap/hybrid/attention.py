@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphcap.errors import PlanError
 from graphcap.hybrid.config import HybridConfig, exact_dtype
-from graphcap.hybrid.layers import HybridLayer, linear
+from graphcap.hybrid.layers import HybridLayer, normal
 
 
 class AttentionLayer(HybridLayer):
@@ -21,23 +23,23 @@ class AttentionLayer(HybridLayer):
 
     symbol = "*"
 
-    def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0) -> None:
-        super().__init__(config, layer_number, logical_index)
+    def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0, **shared: Any) -> None:
+        super().__init__(config, layer_number, logical_index, **shared)
         self.queries = config.heads * config.head_dim
         self.keys = config.kv_heads * config.head_dim
-        self.qkv = linear(config.hidden, self.queries + 2 * self.keys, config)
-        self.out_proj = linear(self.queries, config.hidden, config, std=config.residual_std)
+        self.qkv = self.context.linear(normal((self.queries + 2 * self.keys, config.hidden), config))
+        self.out_proj = self.context.linear(normal((config.hidden, self.queries), config, std=config.residual_std))
         self.rope = Rope(config)
 
-    def mix(self, normed: Tensor) -> Tensor:
+    def mix(self, normed: Tensor, first: bool | None = None) -> Tensor:
         batch, tokens, _ = normed.shape
         q, k, v = (
             rows.view(batch, tokens, -1, self.config.head_dim).transpose(1, 2)
-            for rows in self.qkv(normed).split((self.queries, self.keys, self.keys), dim=-1)
+            for rows in self.qkv(normed, first).split((self.queries, self.keys, self.keys), dim=-1)
         )
         attend = causal_attention if self.config.attention == "math" else _fused_attention
         mixed = attend(self.rope(q), self.rope(k), v)
-        out: Tensor = self.out_proj(mixed.transpose(1, 2).reshape(batch, tokens, self.queries))
+        out: Tensor = self.out_proj(mixed.transpose(1, 2).reshape(batch, tokens, self.queries), first)
         return out
 
 

@@ -28,10 +28,21 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from graphcap import Graphed
 from graphcap.errors import PlanError, StateError
-from graphcap.hybrid.config import HybridConfig
+from graphcap.hybrid.config import QUANTIZATION_FIELDS, HybridConfig
 from graphcap.hybrid.gpt import GPTModel
-from graphcap.hybrid.keys import EXTRA_STATE, Holder, Piece, Pieces, expected_pieces, extra_state_keys, pieces_of
+from graphcap.hybrid.keys import (
+    EXTRA_STATE,
+    Holder,
+    Piece,
+    Pieces,
+    expected_pieces,
+    expected_states,
+    extra_state_keys,
+    pieces_of,
+    states_of,
+)
 from graphcap.hybrid.model import HybridChunk
+from graphcap.hybrid.quantized_states import StatePiece, holds_nothing, state_problems, write_states
 
 CONFIG_FILE: Final = "hybrid_config.json"
 """Beside the tensors: the HybridConfig, for `graphcap convert`. Reading a checkpoint needs only the tensors."""
@@ -44,7 +55,8 @@ Model = nn.Module | tuple[nn.Module, ...]
 
 def save(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Write the weights of a HybridModel, a HybridChunk (a pipeline stage), a tuple of chunks, a GPTModel, or what
-    `capture` made of them, into the folder `path`; with an optimizer its state too.
+    `capture` made of them, into the folder `path`; with an optimizer its state too. Scales and amax histories of quantised
+    layers go along, under the keys `..._extra_state`.
 
     Where torch.distributed is initialised this is a collective call on all ranks, each of which gives what it holds: its
     stage, its experts. StateError if there is a checkpoint already, for optimizer state that belongs to no key, and for
@@ -56,6 +68,7 @@ def save(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None
     pieces = _all_pieces(holders)
     state: dict[str, Any] = {key: piece.published() for key, piece in pieces.items()}
     config = holders[0].config
+    state |= {key: piece.read() for key, piece in _all_states(holders).items()}
     if any(holder.output_layer is not None for holder in holders):
         state |= dict.fromkeys(extra_state_keys(config), b"")
     if optimizer is not None:
@@ -84,6 +97,10 @@ def load(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None
     nothing has been written then. Saved on other numbers of stages or ranks of experts is the same checkpoint. Without an
     optimizer its state in the checkpoint is left alone; with one, parameters without state there (an expert that never
     had a token) end without state.
+
+    A quantised model takes scales and histories from the checkpoint, or starts them anew where it has none at all (it was
+    trained in high precision); a model without quantisation refuses a checkpoint that has some. Quantised weights are cast
+    anew: the next call says is_first_microbatch=True.
     """
     folder, holders = Path(path), _holders(model)
     pieces = _all_pieces(holders)
@@ -91,7 +108,10 @@ def load(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None
     entries = metadata.state_dict_metadata
     whole = expected_pieces(holders[0].config) | pieces
     data = read(folder, [key for key in entries if EXTRA_STATE.search(key) or (optimizer and key == GROUPS)])
-    problems = [*_weight_problems(entries, whole, data)]
+    quantised = expected_states(holders[0].config)
+    saved = {key: value for key, value in data.items() if key in quantised}
+    problems = [*_weight_problems(entries, whole, {key: data[key] for key in data if key not in saved})]
+    problems += state_problems(saved, quantised, holders[0].config)
     if optimizer is not None:
         problems += _optimizer_problems(entries, whole, pieces, optimizer, data.get(GROUPS))
     if problems:
@@ -106,6 +126,7 @@ def load(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None
     states = {} if optimizer is None else _collected_states(pieces, tensors)
     for key, piece in pieces.items():
         piece.write(piece.parameter, tensors[key])
+    write_states(_all_states(holders), saved, holders[0].config)
     if optimizer is not None:
         _write_optimizer(optimizer, states, data[GROUPS])
 
@@ -174,7 +195,7 @@ def _weight_problems(entries: Mapping[str, Any], whole: Pieces, data: Mapping[st
         if key in whole:
             yield from _differences(key, entry, whole[key].shape, whole[key].parameter.dtype)
         elif EXTRA_STATE.search(key):
-            if not _holds_nothing(data[key]):
+            if key in data and not holds_nothing(data[key]):
                 yield f"unexpected: {key} holds the state of a quantised module, which this model has no place for"
         elif not key.startswith("optimizer."):
             yield f"unexpected: {key}"
@@ -188,14 +209,6 @@ def _differences(key: str, entry: Any, shape: tuple[int, ...], dtype: torch.dtyp
         yield f"{key}: shape {list(entry.size)} in the checkpoint, {list(shape)} in the model"
     if dtype is not None and entry.properties.dtype != dtype:
         yield f"{key}: {entry.properties.dtype} in the checkpoint, {dtype} in the model"
-
-
-def _holds_nothing(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 0
-    if isinstance(value, io.BytesIO):
-        return not value.getvalue()
-    return value is None or value == b""
 
 
 # ------------------------------------------------------------------------------------------------------- the optimizer
@@ -335,9 +348,18 @@ def _all_pieces(holders: tuple[Holder, ...]) -> Pieces:
     return pieces
 
 
+def _all_states(holders: tuple[Holder, ...]) -> dict[str, StatePiece]:
+    states: dict[str, StatePiece] = {}
+    for holder in holders:
+        states |= states_of(holder)
+    return states
+
+
 def config_text(config: HybridConfig) -> str:
-    """A config as JSON."""
-    values = dataclasses.asdict(config) | {"dtype": str(config.dtype).removeprefix("torch.")}
+    """A config as JSON, without what says how it is quantised: that belongs to a run, not to the weights."""
+    names = [field.name for field in dataclasses.fields(config) if field.name not in QUANTIZATION_FIELDS]
+    values: dict[str, Any] = {name: getattr(config, name) for name in names}
+    values |= {"dtype": str(config.dtype).removeprefix("torch.")}
     return json.dumps(values, indent=1) + "\n"
 
 

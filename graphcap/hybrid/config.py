@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
 from graphcap.errors import PlanError
+from graphcap.fp8_meta import QuantSpec
+from graphcap.fp8_reference import RefRecipe
 from graphcap.hybrid.pattern import Pattern
 
 Attention = Literal["math", "sdpa"]
 ExpertGemm = Literal["loop", "grouped"]
 Recompute = Literal["none", "norm", "layer"]
+Quantizer = Literal["reference", "te"]
 
 _COUNTS: Final = (
     *("vocab", "hidden", "heads", "kv_heads", "head_dim", "ffn", "experts", "top_k", "expert_ffn"),
     *("mamba_heads", "mamba_head_dim", "mamba_state", "mamba_groups", "mamba_conv", "mamba_chunk", "max_sequence"),
 )
+QUANTIZATION_FIELDS: Final = ("quantization", "recipe", "amax_group", "cache_weights", "high_precision_layers")
 _POSITIVE: Final = ("rope_base", "norm_eps", "init_std")
 _COEFFICIENTS: Final = ("aux_loss", "z_loss", "mtp_loss")
 
@@ -47,6 +51,13 @@ class HybridConfig:
     aux_loss, z_loss: coefficients of the routers' load-balancing loss and z loss, which train in training mode without
     being part of the output's loss; router_statistics: count the rows per expert. mtp_loss: coefficient of the mean over
     the MTP depths' losses. What they come to stands in the model's `LayerTracker`.
+    quantization: the linear layers of `M`, `*`, `-` and `E` (experts and shared expert too; not the router) in FP8, by
+    "reference" (`graphcap.fp8_reference`, any device) or "te" (Transformer Engine, a GPU; widths and tokens of a microbatch
+    in multiples of 16); None: in `dtype`. Such a model runs inside `model.autocast()`. recipe: a RefRecipe, or one of
+    Transformer Engine's; None: the framework's default. amax_group: the process group over which amaxes are reduced; None:
+    the default one. cache_weights: quantised weights are kept over the microbatches of a step, and every call says
+    `is_first_microbatch`. high_precision_layers: physical numbers of main-stack layers that stay in `dtype`. With
+    quantisation there is no recomputation, and `expert_gemm` stays "loop" ("te" runs its own grouped products).
     dtype: of weights and activations; the router, A_log, D, dt_bias and the scan stay in float32 (float64 in float64).
     init_std: standard deviation of the weights; projections into the residual get init_std / sqrt(number of layers).
     """
@@ -79,6 +90,11 @@ class HybridConfig:
     z_loss: float = 0.0
     router_statistics: bool = False
     mtp_loss: float = 0.1
+    quantization: Quantizer | None = None
+    recipe: Any = None
+    amax_group: Any = None
+    cache_weights: bool = False
+    high_precision_layers: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
     init_std: float = 0.02
 
@@ -112,6 +128,67 @@ class HybridConfig:
         groups = f"a divisor of mamba_heads={self.mamba_heads}"
         self._check("mamba_groups", groups, self.mamba_heads % self.mamba_groups == 0)
         Pattern.parse(self.pattern)
+        self._check_quantization()
+
+    def _check_quantization(self) -> None:
+        self._check("quantization", "None, 'reference' or 'te'", self.quantization in (None, "reference", "te"))
+        self._check("cache_weights", "True or False", isinstance(self.cache_weights, bool))
+        if self.quantization is None:
+            for name, empty in zip(QUANTIZATION_FIELDS[1:], (None, None, False, ()), strict=True):
+                self._check(name, f"{empty!r} without quantization", getattr(self, name) == empty)
+            return
+        numbers, layers = self.high_precision_layers, range(1, self.layers.physical_layers + 1)
+        fits = isinstance(numbers, tuple) and all(type(number) is int and number in layers for number in numbers)
+        self._check("high_precision_layers", f"a tuple of physical layer numbers, 1 to {len(layers)}", fits)
+        again = "'none' with quantization: a forward that is computed again would collect its amaxes twice"
+        self._check("recompute", again, self.recompute == "none")
+        self._check("expert_gemm", "'loop' with quantization", self.expert_gemm == "loop")
+        if self.quantization == "reference":
+            known = self.recipe is None or isinstance(self.recipe, RefRecipe)
+            self._check("recipe", "a RefRecipe with quantization='reference'", known)
+            return
+        self._check("dtype", "bfloat16 or float32 with quantization='te'", self.dtype is not torch.float64)
+        for name, width in self._widths().items():
+            self._check(name, f"{width} (a width of a product) a multiple of 16 with quantization='te'", width % 16 == 0)
+
+    def _widths(self) -> dict[str, int]:
+        """Of the products of each layer kind that the pattern has, by the field that a message can blame."""
+        pattern = self.layers
+        symbols = {layer.symbol for layer in pattern.layers} | set("".join(map(str, pattern.mtp or ())))
+        found = {"hidden": self.hidden}
+        if "*" in symbols:
+            found["heads"] = self.heads * self.head_dim
+            found["kv_heads"] = (self.heads + 2 * self.kv_heads) * self.head_dim
+        if "-" in symbols:
+            found["ffn"] = self.ffn
+        if "E" in symbols:
+            found |= {"expert_ffn": self.expert_ffn, "shared_ffn": self.shared_ffn}
+        if "M" in symbols:
+            projected = 2 * self.mamba_inner + 2 * self.mamba_groups * self.mamba_state + self.mamba_heads
+            found |= {"mamba_head_dim": self.mamba_inner, "mamba_heads": projected}
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HybridConfig:
+        """Itself: nothing in it changes, and a process group can't be copied."""
+        return self
+
+    @property
+    def quant_spec(self) -> QuantSpec:
+        """What `graphcap.capture(..., quantization=)` takes for a model of this config."""
+        if self.quantization is None:
+            return QuantSpec(enabled=False)
+        recipe = RefRecipe() if self.recipe is None and self.quantization == "reference" else self.recipe
+        return QuantSpec(recipe=recipe, group=self.amax_group, cache_weights=self.cache_weights)
+
+    @property
+    def first_microbatch(self) -> str:
+        """What quantised models read besides, in the signature of a part: whether weights have changed."""
+        return "" if self.quantization is None else ", is_first_microbatch"
+
+    @property
+    def first_microbatch_input(self) -> str:
+        """The same among a layer's inputs, where it may be left out."""
+        return f"{self.first_microbatch}=None" if self.first_microbatch else ""
 
     def _check(self, name: str, expected: str, holds: bool) -> None:
         if not holds:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from graphcap.errors import PlanError
 from graphcap.hybrid.attention import AttentionLayer
 from graphcap.hybrid.config import HybridConfig
 from graphcap.hybrid.grammar import pattern_error
@@ -36,6 +37,11 @@ class GPTModel(nn.Module):
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
+        if config.quantization is not None:
+            raise PlanError(
+                f"GPTModel with quantization={config.quantization!r}: its layers have no FP8 form. Use a HybridModel of the "
+                "same pattern, or dataclasses.replace(config, quantization=None, ...)"
+            )
         pattern = config.layers
         if pattern.mtp or any(item not in (("*", "-"), ("*", "E")) for item in pattern.items):
             raise pattern_error(pattern.text, 0, "a GPT model has one [*-] or [*E] per layer and no MTP layers")

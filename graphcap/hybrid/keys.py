@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -23,6 +23,7 @@ from graphcap.hybrid.layers import HybridLayer, MLPLayer
 from graphcap.hybrid.mamba import MambaLayer
 from graphcap.hybrid.model import HybridChunk, HybridModel
 from graphcap.hybrid.moe import MoELayer
+from graphcap.hybrid.quantized_states import StatePiece
 
 EXTRA_STATE: Final = re.compile(r"\._extra_state(/shard_[\d._]+)?$")
 """Entries of quantised modules, which hold bytes; with the suffix that Megatron's sharded objects get."""
@@ -101,8 +102,37 @@ def pieces_of(holder: Holder) -> Pieces:
 
 def expected_pieces(config: HybridConfig) -> Pieces:
     """The pieces of the whole model of `config`, all experts included, without memory (on the meta device)."""
+    return pieces_of(_on_meta(config))
+
+
+def expected_states(config: HybridConfig) -> frozenset[str]:
+    """The keys of the quantised layers' states in the whole model, all experts included."""
+    return frozenset(states_of(_on_meta(config))) if config.quantization is not None else frozenset()
+
+
+def _on_meta(config: HybridConfig) -> HybridModel:
+    if config.quantization == "te":  # the same keys, on a device that Transformer Engine does not know
+        config = replace(config, quantization="reference", recipe=None)
     with torch.device("meta"):
-        return pieces_of(HybridModel(config))
+        return HybridModel(config)
+
+
+def states_of(holder: Holder) -> dict[str, StatePiece]:
+    """The states of a model's quantised layers by their published keys: `<key of the weight>._extra_state`, one per
+    weight, so that experts can be shared by any number of ranks."""
+    if isinstance(holder, GPTModel) or holder.quantization is None:
+        return {}
+    keys = {id(piece.parameter): key for key, piece in pieces_of(holder).items()}
+    found = {}
+    for layer in holder.all_physical_layers():
+        quantization = layer.context.quantization
+        state = None if quantization is None else quantization.state(layer)
+        for owner in () if state is None else state.owners(layer):
+            weights = [*owner.parameters()]
+            for place, weight in enumerate(weights):
+                key = f"{keys[id(weight)].removesuffix('.weight')}._extra_state"
+                found[key] = StatePiece(owner, state, place, len(weights))
+    return found
 
 
 def extra_state_keys(config: HybridConfig) -> tuple[str, ...]:
@@ -139,8 +169,9 @@ def _gpt_pieces(model: GPTModel) -> Iterator[tuple[str, Piece]]:
 def _output(config: HybridConfig, output_layer: nn.Linear | None) -> Iterator[tuple[str, Piece]]:
     """Tied to the embedding it has no key of its own."""
     if output_layer is not None:
-        yield "embedding.word_embeddings.weight" if config.tie_embeddings else "output_layer.weight", _named(
-            output_layer, "weight"
+        yield (
+            "embedding.word_embeddings.weight" if config.tie_embeddings else "output_layer.weight",
+            _named(output_layer, "weight"),
         )
 
 
@@ -195,6 +226,9 @@ def _moe(layer: HybridLayer) -> Iterable[tuple[str, Piece]]:
         if layer.config.expert_gemm == "grouped":
             yield f"{prefix}linear_fc1.weight", Piece(layer.grouped.gate_up, _Transposed(place))
             yield f"{prefix}linear_fc2.weight", Piece(layer.grouped.down, _Transposed(place))
+        elif layer.te_grouped:
+            yield f"{prefix}linear_fc1.weight", _named(layer.te_experts, f"gate_up.weight{place}")
+            yield f"{prefix}linear_fc2.weight", _named(layer.te_experts, f"down.weight{place}")
         else:
             yield from _swiglu(layer.expert_mlps.get_submodule(str(number)), prefix)
 

@@ -7,13 +7,14 @@ hidden] in `config.dtype`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphcap.hybrid.config import HybridConfig
+from graphcap.hybrid.quantization import LayerContext, Quantization, ReferenceLinear
 from graphcap.hybrid.recompute import checkpointed
 from graphcap.hybrid.wgrad import DelayedLinear
 from graphcap.partial_layer import EAGER, GRAPHED, Part, PartialLayer
@@ -23,14 +24,25 @@ class HybridLayer(PartialLayer):
     """One physical layer.
 
     symbol: what it is in a pattern. layer_number: physical, from 1. logical_index: of its item, from 0; members of a
-    group share it.
+    group share it. context: how its linear layers compute (`quantization`: the model's, which its layers share); where
+    the config quantises, a layer also takes `is_first_microbatch`.
     """
 
     symbol: ClassVar[str]
 
-    def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0) -> None:
+    def __init__(
+        self,
+        config: HybridConfig,
+        layer_number: int = 1,
+        logical_index: int = 0,
+        *,
+        quantization: Quantization | None = None,
+        mtp_depth: int | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
+        self.inputs = f"hidden{config.first_microbatch_input}"
+        self.context = LayerContext.of(config, layer_number, quantization, mtp_depth)
         self.layer_number = layer_number
         self.logical_index = logical_index
         self.norm = RMSNorm(config.hidden, config)
@@ -43,7 +55,7 @@ class HybridLayer(PartialLayer):
 
     def plain_parts(self) -> Sequence[Part]:
         """The parts without recomputation of the whole layer."""
-        return (self.static("whole", "hidden -> hidden"),)
+        return (self.static("whole", f"hidden{self.config.first_microbatch} -> hidden"),)
 
     def static(self, method: str, signature: str) -> Part:
         """A part whose shapes are static: graphed, unless its weight gradients are delayed. Those wait in a queue on the
@@ -67,15 +79,17 @@ class HybridLayer(PartialLayer):
         """The delayed weight gradients of one backward: of the linear layers, oldest first. Nothing to do where weight
         gradients are not delayed (`delayed_wgrad`); StateError where they are and none is outstanding."""
         for module in self.modules():
-            if isinstance(module, DelayedLinear):
+            if isinstance(module, DelayedLinear | ReferenceLinear):
                 module.backward_dw()
 
-    def whole(self, hidden: Tensor) -> Tensor:
-        """The layer with its norm and residual, for a layer that no data-dependent shape breaks."""
-        out: Tensor = hidden + self.mix(self.norm(hidden))
+    def whole(self, hidden: Tensor, first: bool | None = None) -> Tensor:
+        """The layer with its norm and residual, for a layer that no data-dependent shape breaks. first: whether weights
+        have changed since the last call, where quantised weights are cached."""
+        self.context.require_region(self)
+        out: Tensor = hidden + self.mix(self.norm(hidden), first)
         return out
 
-    def mix(self, normed: Tensor) -> Tensor:
+    def mix(self, normed: Tensor, first: bool | None = None) -> Tensor:
         """What the layer adds to the residual stream; shapes and dtypes as `hidden`."""
         raise NotImplementedError
 
@@ -107,14 +121,14 @@ class RMSNorm(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020, "GLU variants improve transformer"); [..., hidden] to the same."""
 
-    def __init__(self, inner: int, config: HybridConfig) -> None:
+    def __init__(self, inner: int, config: HybridConfig, context: LayerContext) -> None:
         super().__init__()
-        self.gate_up = linear(config.hidden, 2 * inner, config)
-        self.down = linear(inner, config.hidden, config, std=config.residual_std)
+        self.gate_up: Any = context.linear(normal((2 * inner, config.hidden), config))
+        self.down: Any = context.linear(normal((config.hidden, inner), config, std=config.residual_std))
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.down(F.silu(gate) * up)
+    def forward(self, x: Tensor, first: bool | None = None) -> Tensor:
+        gate, up = self.gate_up(x, first).chunk(2, dim=-1)
+        out: Tensor = self.down(F.silu(gate) * up, first)
         return out
 
     def need_backward_dw(self) -> bool:
@@ -132,17 +146,17 @@ class MLPLayer(HybridLayer):
 
     symbol = "-"
 
-    def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0) -> None:
-        super().__init__(config, layer_number, logical_index)
-        self.mlp = SwiGLU(config.ffn, config)
+    def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0, **shared: Any) -> None:
+        super().__init__(config, layer_number, logical_index, **shared)
+        self.mlp = SwiGLU(config.ffn, config, self.context)
 
-    def mix(self, normed: Tensor) -> Tensor:
-        out: Tensor = self.mlp(normed)
+    def mix(self, normed: Tensor, first: bool | None = None) -> Tensor:
+        out: Tensor = self.mlp(normed, first)
         return out
 
 
 def linear(inputs: int, outputs: int, config: HybridConfig, *, std: float | None = None) -> DelayedLinear:
-    """A linear layer without bias, its weight normal with `std` (default: config.init_std)."""
+    """A linear layer without bias in `config.dtype`, its weight normal with `std` (default: config.init_std)."""
     return DelayedLinear(inputs, outputs, normal((outputs, inputs), config, std=std))
 
 

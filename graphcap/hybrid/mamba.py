@@ -4,13 +4,14 @@ state space duality"), in plain torch."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphcap.hybrid.config import HybridConfig
-from graphcap.hybrid.layers import HybridLayer, RMSNorm, linear
+from graphcap.hybrid.layers import HybridLayer, RMSNorm, normal
 
 
 class MambaLayer(HybridLayer):
@@ -21,11 +22,11 @@ class MambaLayer(HybridLayer):
 
     symbol = "M"
 
-    def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0) -> None:
-        super().__init__(config, layer_number, logical_index)
+    def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0, **shared: Any) -> None:
+        super().__init__(config, layer_number, logical_index, **shared)
         heads, inner, exact = config.mamba_heads, config.mamba_inner, config.exact_dtype
         self.shared = config.mamba_groups * config.mamba_state  # width of B, and of C
-        self.in_proj = linear(config.hidden, 2 * inner + 2 * self.shared + heads, config)
+        self.in_proj = self.context.linear(normal((2 * inner + 2 * self.shared + heads, config.hidden), config))
         bound = config.mamba_conv**-0.5
         taps = torch.empty(inner + 2 * self.shared, config.mamba_conv, dtype=config.dtype)
         self.conv_weight = nn.Parameter(taps.uniform_(-bound, bound))
@@ -36,13 +37,13 @@ class MambaLayer(HybridLayer):
         steps = torch.empty(heads, dtype=exact).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         self.dt_bias = nn.Parameter(steps + (-torch.expm1(-steps)).log())  # softplus of it gives the steps
         self.gated_norm = RMSNorm(inner, config)
-        self.out_proj = linear(inner, config.hidden, config, std=config.residual_std)
+        self.out_proj = self.context.linear(normal((config.hidden, inner), config, std=config.residual_std))
 
-    def mix(self, normed: Tensor) -> Tensor:
+    def mix(self, normed: Tensor, first: bool | None = None) -> Tensor:
         batch, tokens, _ = normed.shape
         config = self.config
         inner, exact = config.mamba_inner, config.exact_dtype
-        gate, mixed, steps = self.in_proj(normed).split((inner, inner + 2 * self.shared, config.mamba_heads), dim=-1)
+        gate, mixed, steps = self.in_proj(normed, first).split((inner, inner + 2 * self.shared, config.mamba_heads), dim=-1)
         mixed = F.silu(causal_conv(mixed.to(exact), self.conv_weight.to(exact), self.conv_bias.to(exact)))
         x, b, c = torch.split(mixed, [inner, self.shared, self.shared], dim=-1)
         y = ssd_scan(
@@ -55,7 +56,7 @@ class MambaLayer(HybridLayer):
             chunk=config.mamba_chunk,
         ).reshape(batch, tokens, inner)
         gated = (y * F.silu(gate.to(exact))).to(normed.dtype)
-        out: Tensor = self.out_proj(self.gated_norm(gated))
+        out: Tensor = self.out_proj(self.gated_norm(gated), first)
         return out
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from graphcap.hybrid.grammar import pattern_error
 from graphcap.hybrid.layers import HybridLayer, RMSNorm, linear, normal
 from graphcap.hybrid.moe import MoELayer
 from graphcap.hybrid.mtp import IGNORED_LABEL, MTPBlock, depth_targets, mean_cross_entropy, roll_left
+from graphcap.hybrid.quantization import Quantization, read_states
 from graphcap.hybrid.stack import LayerGroup, build_layers
 from graphcap.hybrid.tracker import MTP_LOSS, LayerTracker, attach_loss
 from graphcap.partial_layer import GRAPHED, Part, PartialLayer, nested
@@ -69,6 +72,8 @@ class HybridChunk(PartialLayer):
     loss_mask: bool [batch, sequence], False does not count either;
     tokens: as the first chunk got them, if there are MTP layers and it is not the first chunk itself;
     output_processor, output_processor_context: see `postprocess`.
+    Where the config quantises, all take is_first_microbatch (bool; matters if weights are cached) and run inside
+    `autocast()`.
     Parameters have the names they have in the whole model.
     """
 
@@ -83,17 +88,19 @@ class HybridChunk(PartialLayer):
         mtp: MTPBlock | None = None,
         tracker: LayerTracker | None = None,
         first: bool | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         """first: whether the chunk starts with the embedding; None: if it has one. MTP layers need one as well."""
         super().__init__()
         first = embedding is not None if first is None else first
         self.config = config
         self.tracker = tracker
+        self.quantization = quantization
         self.embedding = embedding
         self.decoder = Decoder(layers, final_norm)
         self.mtp = mtp
         self.output_layer = output_layer
-        parts = [nested(f"decoder.layers.{index}", "hidden -> hidden") for index in layers]
+        parts = [nested(f"decoder.layers.{index}", f"hidden{config.first_microbatch} -> hidden") for index in layers]
         self.inputs = self.outputs = "hidden"
         if first:
             self.inputs = "tokens"
@@ -104,6 +111,7 @@ class HybridChunk(PartialLayer):
             self.inputs += ", output_processor=None, output_processor_context=None"
             self.outputs = "output"
             parts += self._ending()
+        self.inputs += config.first_microbatch_input
         self._parts = tuple(parts)
 
     def _ending(self) -> list[Part]:
@@ -114,9 +122,10 @@ class HybridChunk(PartialLayer):
             return [GRAPHED("head", "hidden, " + given.format(""))]
         depths = range(1, len(self.mtp.layers) + 1)
         ahead = ", ".join(f"embedded_{depth}" for depth in depths)
+        first = self.config.first_microbatch
         pieces = ", ".join(f"hidden_{depth}" for depth in (0, *depths))
         steps = [
-            nested(f"mtp.layers.{depth - 1}", f"hidden_{depth - 1}, embedded_{depth} -> hidden_{depth}")
+            nested(f"mtp.layers.{depth - 1}", f"hidden_{depth - 1}, embedded_{depth}{first} -> hidden_{depth}")
             for depth in depths
         ]
         return [
@@ -262,9 +271,36 @@ class HybridChunk(PartialLayer):
                 self.tracker.record(MTP_LOSS, self.tracker.slot(0, depth), loss)
         return decoded
 
+    def autocast(self) -> AbstractContextManager[None]:
+        """The region in which quantised layers run, graphed or not: around every forward. Leaving the outermost one
+        reduces forward amaxes. Without quantisation it does nothing."""
+        return nullcontext() if self.quantization is None else self.quantization.autocast()
+
+    def quantized_states(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of all scales and amax histories, by `layers.<physical number>.<linear layer>.`, in MTP layers with
+        `mtp.<depth>.` in front; empty without quantisation, and for what has not run yet in Transformer Engine."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for layer in self.all_physical_layers():
+            found |= read_states(layer, layer.context)
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy whose quantised layers have a manager of their own: the first thing that is copied."""
+        copy.deepcopy(self.quantization, memo)
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
+        return made
+
     def physical_layers(self) -> Iterator[HybridLayer]:
         """The layers of the main stack in order, groups opened."""
         return (layer for layer in self.decoder.modules() if isinstance(layer, HybridLayer))
+
+    def all_physical_layers(self) -> Iterator[HybridLayer]:
+        """The same, and then those of the MTP depths."""
+        yield from self.physical_layers()
+        for depth in self.mtp.depths() if self.mtp is not None else ():
+            yield from depth.physical_layers()
 
 
 def _as_they_are(logits: Tensor) -> Tensor:
@@ -287,7 +323,8 @@ class HybridModel(HybridChunk):
         pattern = config.layers
         embedding = nn.Embedding(config.vocab, config.hidden, device="meta")
         embedding.weight = normal((config.vocab, config.hidden), config)
-        layers = dict(enumerate(build_layers(pattern.items, config)))
+        quantization = Quantization.of(config)
+        layers = dict(enumerate(build_layers(pattern.items, config, quantization=quantization)))
         output_layer = linear(config.hidden, config.vocab, config)
         if config.tie_embeddings:
             output_layer.weight = embedding.weight
@@ -297,8 +334,9 @@ class HybridModel(HybridChunk):
             embedding=embedding,
             final_norm=RMSNorm(config.hidden, config),
             output_layer=output_layer,
-            mtp=MTPBlock(config) if pattern.mtp else None,
+            mtp=MTPBlock(config, quantization) if pattern.mtp else None,
             tracker=LayerTracker.of(config),
+            quantization=quantization,
         )
         for layer in self.physical_layers():
             self._track(layer, None)
@@ -340,9 +378,9 @@ class HybridModel(HybridChunk):
             mtp=self.mtp if last else None,
             tracker=self.tracker,
             first=first,
+            quantization=self.quantization,
         )
 
     def _refused(self, n: int | None, why: str) -> PatternError:
         text = self.config.pattern
         return pattern_error(text, max(0, text.find("|")), f"chunks({n}) does not fit the pattern: {why}")
-

@@ -14,6 +14,7 @@ from graphcap.errors import PlanError
 from graphcap.hybrid.config import HybridConfig
 from graphcap.hybrid.expert_parallel import ALONE, ExpertParallel, Layout, agree, send, send_back
 from graphcap.hybrid.layers import HybridLayer, SwiGLU, normal
+from graphcap.hybrid.quantization import TeExperts
 from graphcap.hybrid.recompute import DiscardedOutput, is_recomputing, not_kept
 from graphcap.hybrid.tracker import LayerTracker, attach_loss, router_losses
 from graphcap.hybrid.wgrad import WgradQueue, grouped_product, set_delayed
@@ -44,8 +45,8 @@ class MoELayer(HybridLayer):
 
     symbol = "E"
 
-    def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0) -> None:
-        super().__init__(config, layer_number, logical_index)
+    def __init__(self, config: HybridConfig, layer_number: int = 1, logical_index: int = 0, **shared: Any) -> None:
+        super().__init__(config, layer_number, logical_index, **shared)
         self.parallel = ALONE
         self.tracker: LayerTracker | None = None
         self.slot = layer_number - 1
@@ -53,21 +54,40 @@ class MoELayer(HybridLayer):
         if config.expert_gemm == "grouped":
             self.grouped = GroupedSwiGLU(config.experts, config.expert_ffn, config)
         else:
-            self.expert_mlps = ExpertMLPs({i: SwiGLU(config.expert_ffn, config) for i in range(config.experts)})
-        self.shared_mlp = SwiGLU(config.shared_ffn, config) if config.shared_ffn else None
+            self._make_experts(config)
+        self.shared_mlp = SwiGLU(config.shared_ffn, config, self.context) if config.shared_ffn else None
         self.outstanding = WgradQueue(f"the experts of layer {layer_number}")
         self._discarded: DiscardedOutput | None = None
 
+    def _make_experts(self, config: HybridConfig) -> None:
+        """Transformer Engine's grouped products, or one SwiGLU per expert; the same weights after the same seed."""
+        context, numbers = self.context, range(config.experts)
+        if not self.te_grouped:
+            self.expert_mlps = ExpertMLPs({i: SwiGLU(config.expert_ffn, config, context) for i in numbers})
+            return
+        inner, hidden = config.expert_ffn, config.hidden
+        up_and_down = [
+            (normal((2 * inner, hidden), config), normal((hidden, inner), config, std=config.residual_std)) for _ in numbers
+        ]
+        self.te_experts = TeExperts([up for up, _ in up_and_down], [down for _, down in up_and_down])
+
+    @property
+    def te_grouped(self) -> bool:
+        """Whether the routed experts are te.GroupedLinear."""
+        quantization = self.context.quantization
+        return quantization is not None and quantization.manager is None
+
     def plain_parts(self) -> Sequence[Part]:
+        first = self.config.first_microbatch
         front = self._discarding if self.config.recompute == "norm" else self.static
-        shared = (front("shared", "normed -> shared"),) if self.shared_mlp is not None else ()
+        shared = (front("shared", f"normed{first} -> shared"),) if self.shared_mlp is not None else ()
         added = ", shared" if shared else ""
         return (
             front("normalise", "hidden -> normed"),
             *shared,
             front("route", "normed -> weights, chosen"),
             front("preprocess", "normed, chosen -> rows, counts, order, inverse"),
-            EAGER("exchange", "rows, counts -> routed", reason=_REASON),
+            EAGER("exchange", f"rows, counts{first} -> routed", reason=_REASON),
             self.static("combine", f"routed, weights, order, inverse, hidden{added} -> hidden"),
         )
 
@@ -109,10 +129,11 @@ class MoELayer(HybridLayer):
         normed: Tensor = self.norm(hidden)
         return normed.flatten(0, 1)
 
-    def shared(self, normed: Tensor) -> Tensor:
+    def shared(self, normed: Tensor, first: bool | None = None) -> Tensor:
         """What every token gets: [tokens, hidden]."""
         assert self.shared_mlp is not None
-        out: Tensor = self.shared_mlp(normed)
+        self.context.require_region(self)
+        out: Tensor = self.shared_mlp(normed, first)
         return out
 
     def route(self, normed: Tensor, router_weight: Tensor | None = None) -> Routed:
@@ -159,48 +180,53 @@ class MoELayer(HybridLayer):
 
     # ---------------------------------------------------------------------------------------- where shapes depend on data
 
-    def exchange(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def exchange(self, rows: Tensor, counts: Tensor, first: bool | None = None) -> Tensor:
         """To the experts and back: [T * k, hidden] to the same, rows in the order of `preprocess`."""
         received, layout = self.dispatch(rows, counts)
-        return self.collect(self.experts(received, layout), layout)
+        return self.collect(self.experts(received, layout, first), layout)
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Layout]:
         """Rows to the ranks of their experts: received [R, hidden], by rank that sent them, then by expert."""
         layout = agree(counts, self.parallel)
         return send(rows, layout), layout
 
-    def experts(self, received: Tensor, layout: Layout) -> Tensor:
+    def experts(self, received: Tensor, layout: Layout, first: bool | None = None) -> Tensor:
         """Each expert of this rank on its rows: [R, hidden] to the same, in the same order."""
-        made = self._computed(received, layout)
+        self.context.require_region(self)
+        made = self._computed(received, layout, first)
         if self._discarded is not None:
             self._discarded.discard(made)
             self._discarded = None
         return made
 
-    def _computed(self, received: Tensor, layout: Layout) -> Tensor:
+    def _computed(self, received: Tensor, layout: Layout, first: bool | None) -> Tensor:
         if layout.per_expert is None:
             counts = layout.counts[0]
             per_expert = None if self.config.expert_gemm == "grouped" else counts.tolist()
-            return self._by_expert(received, counts, per_expert)
+            return self._by_expert(received, counts, per_expert, first)
         ranks, experts = layout.counts.shape
         if experts == 1 or layout.rows == 0:
-            return self._by_expert(received, layout.counts.sum(0), layout.per_expert)
+            return self._by_expert(received, layout.counts.sum(0), layout.per_expert, first)
         numbers = torch.arange(experts, device=received.device).repeat(ranks)
         numbers = numbers.repeat_interleave(layout.counts.flatten(), output_size=layout.rows)
         order = torch.argsort(numbers, stable=True)
         inverse = torch.argsort(order)
-        made = self._by_expert(permute_rows(received, order, inverse, 1), layout.counts.sum(0), layout.per_expert)
+        rows = permute_rows(received, order, inverse, 1)
+        made = self._by_expert(rows, layout.counts.sum(0), layout.per_expert, first)
         return permute_rows(made, inverse, order, 1)
 
-    def _by_expert(self, rows: Tensor, counts: Tensor, per_expert: Sequence[int] | None) -> Tensor:
+    def _by_expert(self, rows: Tensor, counts: Tensor, per_expert: Sequence[int] | None, first: bool | None) -> Tensor:
         """Rows sorted by expert; counts per expert of this rank, on the device and (for the loop) on the host."""
         if self.config.expert_gemm == "grouped":
             done: Tensor = self.grouped(rows, counts)
             return self._noting(done, (self.grouped,))
         assert per_expert is not None
+        if self.te_grouped:
+            computed: Tensor = self.te_experts(rows, per_expert, first) if rows.shape[0] else rows
+            return computed
         pieces = torch.split(rows, list(per_expert))
         ran = [(mlp, piece) for mlp, piece in zip(self.expert_mlps, pieces, strict=True) if piece.shape[0]]
-        made = torch.cat([mlp(piece) for mlp, piece in ran]) if ran else rows
+        made = torch.cat([mlp(piece, first) for mlp, piece in ran]) if ran else rows
         return self._noting(made, tuple(mlp for mlp, _ in ran))
 
     def collect(self, made: Tensor, layout: Layout) -> Tensor:
@@ -239,9 +265,16 @@ class MoELayer(HybridLayer):
             made.register_hook(lambda _: self.outstanding.push(compute))  # type: ignore[no-untyped-call]
         return made
 
+    @property
+    def routed_experts(self) -> GroupedSwiGLU | ExpertMLPs | TeExperts:
+        """The experts of this rank."""
+        if self.te_grouped:
+            return self.te_experts
+        return self.grouped if self.config.expert_gemm == "grouped" else self.expert_mlps
+
     def delay_experts(self, delayed: bool) -> None:
         """Delay the routed experts' weight gradients, or don't; those of the shared expert stay as they are."""
-        set_delayed(self.grouped if self.config.expert_gemm == "grouped" else self.expert_mlps, delayed)
+        set_delayed(self.routed_experts, delayed)
         self.delayed = delayed
 
     def backward_dw(self) -> None:
@@ -294,10 +327,7 @@ def shard_experts(model: nn.Module, group: dist.ProcessGroup | None = None) -> n
             raise PlanError(f"layer {layer.layer_number}: its experts are shared out already, over {ranks} ranks")
         share = parallel.share(layer.config.experts)
         layer.parallel = parallel
-        if layer.config.expert_gemm == "grouped":
-            layer.grouped.keep(share)
-        else:
-            layer.expert_mlps.keep(share)
+        layer.routed_experts.keep(share)
     return model
 
 

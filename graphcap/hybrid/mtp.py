@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from graphcap.hybrid.config import HybridConfig
 from graphcap.hybrid.layers import HybridLayer, RMSNorm, linear
+from graphcap.hybrid.quantization import Quantization
 from graphcap.hybrid.stack import build_layers
 from graphcap.partial_layer import GRAPHED, Part, PartialLayer, nested
 
@@ -28,16 +29,20 @@ class MTPDepth(PartialLayer):
     inputs = "hidden, embedded"
     outputs = "hidden"
 
-    def __init__(self, config: HybridConfig, depth: int) -> None:
+    def __init__(self, config: HybridConfig, depth: int, quantization: Quantization | None = None) -> None:
         super().__init__()
+        self.inputs = f"hidden, embedded{config.first_microbatch_input}"
         self.depth = depth
         self.enorm = RMSNorm(config.hidden, config)
         self.hnorm = RMSNorm(config.hidden, config)
         self.eh_proj = linear(2 * config.hidden, config.hidden, config)
         self.mtp_model_layer = nn.Module()  # a level of names: see the published keys
-        self.mtp_model_layer.layers = nn.ModuleList(build_layers(tuple(config.layers.mtp), config))
+        self.mtp_model_layer.layers = nn.ModuleList(
+            build_layers(tuple(config.layers.mtp), config, quantization=quantization, mtp_depth=depth)
+        )
         self.final_layernorm = RMSNorm(config.hidden, config)
-        inner = [nested(f"mtp_model_layer.layers.{i}", "hidden -> hidden") for i in range(len(config.layers.mtp))]
+        signature = f"hidden{config.first_microbatch} -> hidden"
+        inner = [nested(f"mtp_model_layer.layers.{i}", signature) for i in range(len(config.layers.mtp))]
         self._parts = (GRAPHED("enter", "hidden, embedded -> hidden"), *inner, GRAPHED("leave", "hidden -> hidden"))
 
     def parts(self) -> Sequence[Part]:
@@ -64,9 +69,10 @@ class MTPDepth(PartialLayer):
 class MTPBlock(nn.Module):
     """Names only: `layers.<depth - 1>`."""
 
-    def __init__(self, config: HybridConfig) -> None:
+    def __init__(self, config: HybridConfig, quantization: Quantization | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(MTPDepth(config, depth) for depth in range(1, config.layers.mtp_depth + 1))
+        depths = range(1, config.layers.mtp_depth + 1)
+        self.layers = nn.ModuleList(MTPDepth(config, depth, quantization) for depth in depths)
 
     def depths(self) -> Iterator[MTPDepth]:
         """In order."""
@@ -79,9 +85,7 @@ def roll_left(x: Tensor, by: int, fill: int) -> Tensor:
     return F.pad(x[:, by:], (0, min(by, x.shape[1])), value=fill)
 
 
-def depth_targets(
-    depth: int, labels: Tensor | None, loss_mask: Tensor | None, tokens: Tensor | None
-) -> Tensor:
+def depth_targets(depth: int, labels: Tensor | None, loss_mask: Tensor | None, tokens: Tensor | None) -> Tensor:
     """The labels of one depth, int64 [batch, sequence], -100 where there are none or the mask says False.
 
     labels: of the main loss, the token that comes next. Without them (reinforcement learning has none) they are the

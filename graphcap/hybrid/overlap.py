@@ -165,6 +165,12 @@ class OverlapSchedule:
         self.chunks = (model,) if isinstance(model, HybridChunk) else tuple(model)
         if not self.chunks:
             raise PlanError("OverlapSchedule: no chunks")
+        if self.chunks[0].config.quantization is not None:
+            raise PlanError(
+                f"quantization={self.chunks[0].config.quantization!r} and an overlapped schedule: it interleaves "
+                "the slots of two microbatches, whose amaxes would be collected and reduced in another order than eager. "
+                "Run the chunks under an Order (graphcap.capture), or overlap without quantization"
+            )
         if self.chunks[0].config.tie_embeddings:
             raise PlanError(
                 "tie_embeddings=True and an overlapped schedule: the embedding and the output layer are two nodes, whose "

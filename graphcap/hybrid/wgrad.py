@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphcap.errors import StateError
+from graphcap.errors import PlanError, StateError
 
 
 class WgradQueue:
@@ -46,6 +46,10 @@ class WgradQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def clear(self) -> None:
+        """Forget what is outstanding."""
+        self._entries.clear()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> WgradQueue:
         """A copied model has nothing outstanding of its own."""
         return WgradQueue(self.owner)
@@ -66,7 +70,8 @@ class DelayedLinear(nn.Linear):
         self.delayed = False
         self.outstanding = WgradQueue(f"a linear layer ({inputs} -> {outputs})")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """x: [..., inputs]. is_first_microbatch: of quantised layers, which are called alike; it changes nothing here."""
         if not (self.delayed and torch.is_grad_enabled() and self.weight.requires_grad):
             return F.linear(x, self.weight)
         out: Tensor = _Linear.apply(x, _alias(self.weight), (self.weight,), self.outstanding)  # type: ignore[no-untyped-call]
@@ -148,12 +153,17 @@ class _Grouped(torch.autograd.Function):
 
 
 def set_delayed(module: nn.Module, delayed: bool) -> None:
-    """Delay the weight gradients of every layer in `module`, or don't. StateError while some are outstanding."""
+    """Delay the weight gradients of every layer in `module`, or don't. StateError while some are outstanding; PlanError,
+    before anything is set, for layers that can't delay theirs."""
     for name, child in module.named_modules():
-        queue = getattr(child, "outstanding", None)
-        if isinstance(queue, WgradQueue) and len(queue) and not delayed:
+        refused = getattr(child, "delay_refused", None)
+        if refused is not None and delayed:
+            raise PlanError(f"{name or type(module).__name__}: {refused}")
+    for name, child in module.named_modules():
+        outstanding = len(getattr(child, "outstanding", ()))
+        if outstanding and not delayed:
             raise StateError(
-                f"{name or type(module).__name__}: {len(queue)} weight gradients are outstanding: run backward_dw "
+                f"{name or type(module).__name__}: {outstanding} weight gradients are outstanding: run backward_dw "
                 "before weight gradients are no longer delayed"
             )
         if hasattr(child, "delayed"):
@@ -178,6 +188,6 @@ def delayed_wgrad(module: nn.Module, delayed: bool = True) -> Iterator[None]:
 def discard_outstanding(module: nn.Module) -> None:
     """Forget the outstanding weight gradients: after a step that failed."""
     for child in module.modules():
-        queue = getattr(child, "outstanding", None)
-        if isinstance(queue, WgradQueue):
-            queue._entries.clear()
+        outstanding = getattr(child, "outstanding", None)
+        if outstanding is not None:
+            outstanding.clear()
