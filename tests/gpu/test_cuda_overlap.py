@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from graphcap.hybrid import HybridConfig, HybridModel, OverlapSchedule
-from tests.distributed.test_hybrid_ranks import FOUR_RANKS, Pipeline, long_runs, on_ranks, pipeline_cases, pipelines
+from tests.distributed.test_hybrid_ranks import (
+    FOUR_RANKS,
+    FOUR_STAGES,
+    Pipeline,
+    long_runs,
+    on_ranks,
+    pipeline_cases,
+    pipelines,
+)
 from tests.hybrid.overlap_twin import COVERING, OTHERS, Case, run_beside_twin
 
 pytestmark = pytest.mark.gpu
@@ -71,7 +79,7 @@ def test_overlap_on_two_gpus() -> None:
 @two_gpus
 @pytest.mark.timeout(900)
 def test_pipelines_on_two_gpus() -> None:
-    """Messages by order, on a communicator per edge: with tags and one communicator these would wait forever."""
+    """Messages by order, on a communicator per edge: on one for all, these would wait forever."""
     on_ranks(pipelines, pipeline_cases("cuda", steps=20), backend="nccl")
 
 
@@ -85,6 +93,6 @@ def test_a_message_that_fills_no_buffer_of_nccl_s() -> None:
 
 @four_gpus
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", FOUR_RANKS, ids=str)
-def test_pipelines_with_shared_out_experts_on_four_gpus(case: Pipeline) -> None:
+@pytest.mark.parametrize("case", [*FOUR_STAGES, *FOUR_RANKS], ids=str)
+def test_pipelines_on_four_gpus(case: Pipeline) -> None:
     on_ranks(pipelines, [replace(case, device="cuda")], backend="nccl", ranks=4)
