@@ -60,10 +60,10 @@ def run(model: HybridModel, seed: int = 1, first: bool | None = True) -> Tensor:
 
 
 CASES: dict[str, tuple[str, Order, dict[str, Any], int]] = {
-    "all kinds": ("[M*E]|[*-]", INTERLEAVED, {"shared_ffn": 16}, 20),
+    "all kinds": ("[M*E]|-", INTERLEAVED, {"shared_ffn": 16}, 20),
     "flat, one chunk": ("-*E", ONE, {}, 2),
     "MTP": ("*|-/E", INTERLEAVED, {}, 2),
-    "no cache": ("[*E]|M", INTERLEAVED, {"cache_weights": False, "shared_ffn": 16}, 2),
+    "no cache": ("[*E]|-", INTERLEAVED, {"cache_weights": False, "shared_ffn": 16}, 2),
     "current scaling": ("[*E]|-", INTERLEAVED, {"recipe": RefRecipe(kind="current", history_len=4)}, 2),
     "bfloat16, a layer in high precision": (
         "E|[M-]", INTERLEAVED, {"dtype": torch.bfloat16, "high_precision_layers": (3,)}, 2,
