@@ -28,6 +28,10 @@ class ExpertParallel:
             return cls()
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
+        """A copied model lives on the same ranks; a process group can't be copied."""
+        return self
+
     def share(self, experts: int) -> range:
         """The experts of this rank: `experts / size` neighbours. PlanError if they can't be shared out evenly."""
         if experts % self.size:

@@ -107,11 +107,15 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size, dtype=config.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.normed(x, self.weight)
+
+    def normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`forward` with a weight that the caller holds."""
         # A node of its own also where nothing is converted: the two gradients of x are added to each other first, and
         # then to the residual's, whether the norm is a part of a larger graph, recomputed, or a slot of a schedule.
         exact = x.view_as(x) if x.dtype == self.exact_dtype else x.to(self.exact_dtype)
         scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
-        return (exact * scale * self.weight.to(self.exact_dtype)).to(x.dtype)
+        return (exact * scale * weight.to(self.exact_dtype)).to(x.dtype)
 
 
 class SwiGLU(nn.Module):

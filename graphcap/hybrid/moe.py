@@ -15,7 +15,7 @@ from graphcap.hybrid.config import HybridConfig
 from graphcap.hybrid.expert_parallel import ALONE, ExpertParallel, Layout, agree, send, send_back
 from graphcap.hybrid.layers import HybridLayer, SwiGLU, normal
 from graphcap.hybrid.quantization import TeExperts
-from graphcap.hybrid.recompute import DiscardedOutput, is_recomputing
+from graphcap.hybrid.recompute import DiscardedOutput, is_recomputing, not_kept
 from graphcap.hybrid.tracker import LayerTracker, attach_loss, router_losses
 from graphcap.hybrid.wgrad import WgradQueue, grouped_product, set_delayed
 from graphcap.partial_layer import EAGER, Part
@@ -101,11 +101,20 @@ class MoELayer(HybridLayer):
 
     # ------------------------------------------------------------------------------------------ before the rows travel
 
-    def before_dispatch(self, hidden: Tensor, router_weight: Tensor | None = None) -> tuple[Tensor, ...]:
+    def before_dispatch(
+        self, hidden: Tensor, router_weight: Tensor | None = None, *, in_graph: bool = False
+    ) -> tuple[Tensor, ...]:
         """`normalise`, `shared`, `route`, `preprocess`: rows, counts, weights, order, inverse, hidden and, if there is
         a shared expert, its result. router_weight: this layer's own, by a caller that holds it itself, as a captured
-        slot of a schedule does (a graph reads a parameter from the captured module)."""
-        normed = self.normalise(hidden)
+        slot of a schedule does (a graph reads a parameter from the captured module). in_graph: a graph holds all of this,
+        so that recompute="norm" keeps the norm's output out of what autograd saves; freeing it is not up to `experts`."""
+        if in_graph and self.config.recompute == "norm" and torch.is_grad_enabled():
+            self._discarded = None
+            with not_kept(self.norm.normed, hidden, self.norm.weight) as normed:
+                return self._prepared(hidden, normed.flatten(0, 1), router_weight)
+        return self._prepared(hidden, self.normalise(hidden), router_weight)
+
+    def _prepared(self, hidden: Tensor, normed: Tensor, router_weight: Tensor | None) -> tuple[Tensor, ...]:
         shared = () if self.shared_mlp is None else (self.shared(normed),)
         weights, chosen = self.route(normed, router_weight)
         rows, counts, order, inverse = self.preprocess(normed, chosen)

@@ -26,6 +26,8 @@ from graphcap.hybrid.schedule_units import Unit, chunk_units
 from graphcap.hybrid.wgrad import discard_outstanding, set_delayed
 
 Batch = tuple[Tensor, Tensor]
+Microbatch = tuple[int, int]
+"""(chunk, microbatch)."""
 
 
 @dataclass(slots=True)
@@ -115,6 +117,30 @@ def run_units(forward: UnitRun | None, backward: UnitRun | None, *, early_releas
         b.backward_dw("pre_dispatch")
 
 
+def run_all_units(
+    f_units: Sequence[UnitRun],
+    b_units: Sequence[UnitRun],
+    *,
+    early_release: bool,
+    enter: Callable[[UnitRun], None] = lambda _: None,
+    leave: Callable[[UnitRun], None] = lambda _: None,
+) -> None:
+    """The units of a forward with those of a backward (in its own order, the last unit first), then what is left over of
+    either. The slot 1 weight gradients of the backward's last unit are the caller's. enter, leave: around a forward unit."""
+    kept = b_units[-1] if b_units else None
+    paired = min(len(f_units), len(b_units))
+    for f_unit, b_unit in zip(f_units, b_units, strict=False):
+        enter(f_unit)
+        run_units(f_unit, b_unit, early_release=early_release, keep_dw=b_unit is kept)
+        leave(f_unit)
+    for b_unit in b_units[paired:]:
+        run_units(None, b_unit, early_release=early_release, keep_dw=b_unit is kept)
+    for f_unit in f_units[paired:]:
+        enter(f_unit)
+        run_units(f_unit, None, early_release=early_release)
+        leave(f_unit)
+
+
 class OverlapSchedule:
     """Runs a model, or the chunks of one pipeline rank, in overlapped order.
 
@@ -125,7 +151,7 @@ class OverlapSchedule:
     trace: what was issued since `clear_trace()`, as `Issued` records.
 
     PlanError for what can't be overlapped: tied embeddings (a weight with gradients from two nodes would add them up in
-    another order than eager), recompute="layer", and norm recomputation under graphs.
+    another order than eager) and recompute="layer".
     """
 
     def __init__(
@@ -247,18 +273,13 @@ class OverlapSchedule:
             self._begin_backward(b, receive_grad)
         f_units = f.units if f is not None else []
         b_units = b.units[::-1] if b is not None else []
-        kept = b_units[-1] if b_units else None
-        paired = min(len(f_units), len(b_units))
-        for f_unit, b_unit in zip(f_units, b_units, strict=False):
-            self._enter(f, f_unit)
-            run_units(f_unit, b_unit, early_release=self.early_release, keep_dw=b_unit is kept)
-            self._leave(f, f_unit)
-        for b_unit in b_units[paired:]:
-            run_units(None, b_unit, early_release=self.early_release, keep_dw=b_unit is kept)
-        for f_unit in f_units[paired:]:
-            self._enter(f, f_unit)
-            run_units(f_unit, None, early_release=self.early_release)
-            self._leave(f, f_unit)
+        run_all_units(
+            f_units,
+            b_units,
+            early_release=self.early_release,
+            enter=lambda unit: self._enter(f, unit),
+            leave=lambda unit: self._leave(f, unit),
+        )
         if f is not None and f.post is None and send is not None:
             self._note(f, "send", "output", "comm")
             with self.streams.on("comm", f.event):
@@ -267,8 +288,8 @@ class OverlapSchedule:
             assert b.entry.grad is not None
             self._note(b, "send", "grad", "compute")
             send_grad(b, b.entry.grad)
-        if kept is not None:
-            kept.backward_dw("pre_dispatch")
+        if b_units:
+            b_units[-1].backward_dw("pre_dispatch")
         if f is not None and f.post is not None:
             self._post_process(f)
         if b is not None:
@@ -325,47 +346,67 @@ class OverlapSchedule:
     def capture_graphs(self, tokens: Tensor, microbatches: int, *, backend: str = "auto", **options: Any) -> None:
         """Record slot 1 of every unit (attention, Mamba, norm, router, sort, shared expert) as graphs, with graphs of
         their own for weight gradients where those are delayed. Steps then need exactly `microbatches` microbatches of
-        the shape of `tokens`. Without a pipeline. options: those of `graphcap.capture`."""
+        the shape of `tokens`. Under recompute="norm" no graph keeps the norm's output for its backward. With a pipeline:
+        `PipelineOverlap.capture_graphs`. options: those of `graphcap.capture`.
+
+        PlanError where no unit has a slot 1, and for chunks of a pipeline; errors of `graphcap.capture`."""
         if len(self.chunks) != 1:
-            raise PlanError(f"capture_graphs() takes one chunk that is a whole model, not {len(self.chunks)}")
-        module = self.chunks[0]
-        if module.config.recompute == "norm":
             raise PlanError(
-                "HybridConfig(recompute='norm') and graphs of slot 1: a graph's memory is never freed. Use recompute='none'"
+                f"capture_graphs() takes one chunk that is a whole model, not {len(self.chunks)}: use "
+                "PipelineOverlap.capture_graphs"
             )
+        runs: list[Microbatch | None] = [(0, microbatch) for microbatch in range(microbatches)]
+        if not self.record_graphs(tokens, list(zip([*runs, None], [None, *runs], strict=True)), backend, options):
+            raise PlanError(f"no unit of {self.chunks[0].config.pattern!r} has a slot 1: there is nothing to record")
+
+    def record_graphs(
+        self,
+        tokens: Tensor,
+        runs: Sequence[tuple[Microbatch | None, Microbatch | None]],
+        backend: str,
+        options: dict[str, Any],
+    ) -> bool:
+        """`capture_graphs` for the runs of one step, each the (chunk, microbatch) of its forward and of its backward, in
+        order. False, and no change, if no chunk has a unit with a slot 1."""
         units = self._units(pre_graphed=True)
-        order = self._pre_dispatch_steps(microbatches, units[0])
-        sample = module.embed(tokens).detach().requires_grad_()
-        graphs = PreDispatchGraphs(units[0], order, sample, self.delay_wgrad, backend, options)
-        self.graphs = graphs
+        if not any(unit.pre is not None for chunk in units for unit in chunk):
+            return False
+        config = self.chunks[0].config
+        sample = torch.linspace(-1, 1, config.hidden, dtype=config.dtype, device=tokens.device)
+        sample = sample.expand(*tokens.shape, config.hidden).clone()
+        issued = self._pre_dispatch_steps(runs, units)
+        self.graphs = PreDispatchGraphs(units, issued, sample, self.delay_wgrad, backend, options)
         self.units = units
+        return True
 
-    def _pre_dispatch_steps(self, microbatches: int, units: Sequence[Unit]) -> list[tuple[str, int, int]]:
-        """(F | B | I | W, unit, microbatch) of slot 1, in the order in which `step` issues them: a run without content."""
-        issued: list[tuple[str, int, int]] = []
+    def _pre_dispatch_steps(
+        self,
+        runs: Sequence[tuple[Microbatch | None, Microbatch | None]],
+        units: Sequence[Sequence[Unit]],
+    ) -> list[tuple[str, int, int, int]]:
+        """(F | B | I | W, chunk, unit, microbatch) of slot 1, in the order in which `runs` issues them: runs without
+        content."""
+        issued: list[tuple[str, int, int, int]] = []
         phases = {"fwd": "F", "bwd": "I" if self.delay_wgrad else "B", "dw": "W"}
-        count = len(units)
 
-        def dry(microbatch: int) -> list[UnitRun]:
+        def dry(of: Microbatch | None) -> list[UnitRun]:
+            if of is None:
+                return []
+            chunk, microbatch = of
+
             def note(action: str, place: int, _: str, __: str) -> None:
-                issued.append((phases[action], place, microbatch))
+                issued.append((phases[action], chunk, place, microbatch))
 
             return [
                 UnitRun(place, {} if unit.pre is None else {"pre_dispatch": _Dry(self.delay_wgrad)}, note)  # type: ignore[dict-item]
-                for place, unit in enumerate(units)
+                for place, unit in enumerate(units[chunk])
             ]
 
-        older: list[UnitRun] = []
-        for microbatch in range(microbatches + 1):
-            newer = dry(microbatch) if microbatch < microbatches else []
-            behind = older[::-1]
-            for place in range(count):
-                f = newer[place] if newer else None
-                b = behind[place] if behind else None
-                run_units(f, b, early_release=self.early_release, keep_dw=place == count - 1)
-            if behind:
-                behind[-1].backward_dw("pre_dispatch")
-            older = newer
+        for forward, backward in runs:
+            b_units = dry(backward)[::-1]
+            run_all_units(dry(forward), b_units, early_release=self.early_release)
+            if b_units:
+                b_units[-1].backward_dw("pre_dispatch")
         return issued
 
     # ------------------------------------------------------------------------------------------------------- inside

@@ -1,6 +1,6 @@
 """Graphs under an overlapped schedule: slot 1 of every unit, recorded by `graphcap.capture` under the order in which the
-schedule issues it. Each unit is one chunk of that order; with delayed weight gradients its backward is an `I` and a `W`
-step, which are two graphs."""
+schedule issues it. Each unit of each of the rank's chunks is one chunk of that order; with delayed weight gradients its
+backward is an `I` and a `W` step, which are two graphs."""
 
 from __future__ import annotations
 
@@ -21,21 +21,27 @@ class PreDispatchGraphs:
 
     def __init__(
         self,
-        units: Sequence[Unit],
-        issued: Sequence[tuple[str, int, int]],
+        units: Sequence[Sequence[Unit]],
+        issued: Sequence[tuple[str, int, int, int]],
         sample: Tensor,
         delayed: bool,
         backend: str,
         options: dict[str, Any],
     ) -> None:
-        places = [place for place, unit in enumerate(units) if unit.pre is not None]
-        self._chunk_of = {place: number for number, place in enumerate(places)}
-        steps = [Step(phase, self._chunk_of[place], microbatch) for phase, place, microbatch in issued]
+        """units: of each chunk. issued: (phase, chunk, unit, microbatch) of slot 1, in order."""
+        recorded = {
+            (chunk, place): unit
+            for chunk, of_chunk in enumerate(units)
+            for place, unit in enumerate(of_chunk)
+            if unit.pre is not None
+        }
+        self._number = {where: number for number, where in enumerate(recorded)}
+        steps = [Step(phase, self._number[chunk, place], microbatch) for phase, chunk, place, microbatch in issued]
         self.delayed = delayed
         options = {"config": CaptureConfig(), **options}
         self.graphed = capture(
-            tuple(units[place].pre for place in places),
-            tuple(tuple(sample.clone().requires_grad_() for _ in _reads(units[place])) for place in places),
+            tuple(unit.pre for unit in recorded.values()),
+            tuple(tuple(sample.clone().requires_grad_() for _ in _reads(unit)) for unit in recorded.values()),
             order=Order(steps),
             backend=backend,
             **options,
@@ -44,7 +50,7 @@ class PreDispatchGraphs:
     def node(
         self, slot: Slot, chunk: int, place: int, microbatch: int, streams: Streams, event: torch.cuda.Event | None
     ) -> GraphNode:
-        return GraphNode(slot, self, self._chunk_of[place], microbatch, streams, event)
+        return GraphNode(slot, self, self._number[chunk, place], microbatch, streams, event)
 
     def reset(self) -> None:
         """Forget what is in flight: after a step that failed."""

@@ -3,16 +3,18 @@ so that the forward and the backward of a step belong to different microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphcap import Order, Phase, Step
 from graphcap.errors import PlanError
 from graphcap.hybrid.overlap import Batch, OverlapSchedule, SchedulePlan
+from graphcap.hybrid.overlap_transport import Lines, Place, Transport
 
 Pair = tuple[Step | None, Step | None]
 
@@ -43,71 +45,26 @@ def overlapped_pairs(order: Order) -> list[Pair]:
     return pairs
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a chunk of a pipeline rank stands in the chain of all chunks: stage = chunk * pp_size + pp_rank."""
-
-    pp_rank: int
-    pp_size: int
-    chunks: int
-
-    def stage(self, chunk: int) -> int:
-        return chunk * self.pp_size + self.pp_rank
-
-    def rank_of(self, stage: int) -> int:
-        return stage % self.pp_size
-
-    @property
-    def stages(self) -> int:
-        return self.chunks * self.pp_size
-
-
-class Transport:
-    """Hidden states and their gradients between neighbouring stages, by send and receive of torch.distributed. A message
-    is tagged with its stage and microbatch; sends do not wait. `ranks`: global rank of each pipeline rank."""
-
-    def __init__(self, place: Place, ranks: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.place, self.ranks, self.shape, self.dtype = place, tuple(ranks), tuple(shape), dtype
-        self._own: dict[int, Tensor] = {}
-        self._pending: list[tuple[dist.Work | None, Tensor]] = []
-
-    def send(self, tensor: Tensor, to_stage: int, tag: int) -> None:
-        rank = self.place.rank_of(to_stage)
-        tensor = tensor.contiguous()
-        if rank == self.place.pp_rank:
-            self._own[tag] = tensor
-        else:
-            self._pending.append((dist.isend(tensor, self.ranks[rank], tag=tag), tensor))
-
-    def receive(self, from_stage: int, tag: int, device: torch.device) -> Tensor:
-        rank = self.place.rank_of(from_stage)
-        if rank == self.place.pp_rank:
-            return self._own.pop(tag)
-        buffer = torch.empty(self.shape, dtype=self.dtype, device=device)
-        dist.recv(buffer, self.ranks[rank], tag=tag)
-        return buffer
-
-    def finish(self) -> None:
-        """Wait until everything sent has left, so that its memory may go."""
-        for work, _ in self._pending:
-            if work is not None:
-                work.wait()
-        self._pending.clear()
-
-
 @dataclass(slots=True)
 class PipelineOverlap:
     """One pipeline rank's overlapped 1F1B (one chunk a rank) or interleaved 1F1B (several).
 
     schedule: an OverlapSchedule of this rank's chunks, in order. The chunk of the first stage takes tokens, that of the
     last stage labels. ranks: global rank of each pipeline rank; None: 0, 1, ...
+    by_order: messages find each other by the order in which they are sent, on a process group per edge of the pipeline
+    (as NCCL needs it), not by tags; None: on a GPU. The first step then makes the groups, on all pipeline ranks.
+
+    The embedding that MTP on the last stage reads is the first stage's weight: every step adds both ranks' gradients of
+    it to `.grad` on both, so that the two copies stay one.
     """
 
     schedule: OverlapSchedule
     pp_rank: int
     pp_size: int
     ranks: Sequence[int] | None = None
+    by_order: bool | None = None
     pairs: list[Pair] = field(default_factory=list)
+    _lines: Lines | None = None
 
     def order(self, microbatches: int) -> Order:
         """The base order of this rank."""
@@ -116,23 +73,66 @@ class PipelineOverlap:
             return Order.one_f_one_b(self.pp_rank, self.pp_size, microbatches)
         return Order.interleaved(self.pp_rank, self.pp_size, chunks, microbatches)
 
+    def capture_graphs(self, tokens: Tensor, microbatches: int, *, backend: str = "auto", **options: Any) -> None:
+        """As `OverlapSchedule.capture_graphs`: slot 1 of every unit of this rank's chunks, under the order in which this
+        rank's steps issue them. tokens: of one microbatch, int64 [batch, sequence], on every rank. A rank whose layers have
+        no such slot (`-` alone) records nothing."""
+        runs = [(_of(forward), _of(backward)) for forward, backward in overlapped_pairs(self.order(microbatches))]
+        self.schedule.record_graphs(tokens, runs, backend, options)
+
     def step(self, batches: Sequence[Batch], *, scale: float | None = None) -> list[Tensor]:
         """Forward and backward of all microbatches; every rank is given the same batches. Gradients are added to `.grad`.
         Returns the losses on the rank of the last stage, nothing on the others. scale: as in OverlapSchedule.step."""
+        if not batches:
+            raise PlanError("step() of no microbatches")
         factor = 1 / len(batches) if scale is None else scale
-        chunks = len(self.schedule.chunks)
-        place = Place(self.pp_rank, self.pp_size, chunks)
-        config = self.schedule.chunks[0].config
+        config, device = self.schedule.chunks[0].config, self.schedule.streams.device
         shape = (*batches[0][0].shape, config.hidden)
-        ranks = tuple(range(self.pp_size)) if self.ranks is None else tuple(self.ranks)
-        run = _Run(self.schedule, place, Transport(place, ranks, shape, config.dtype), len(batches))
+        lines = self._connected()
+        run = _Run(self.schedule, lines.place, Transport(lines, shape, config.dtype, device), len(batches))
         self.pairs = overlapped_pairs(self.order(len(batches)))
-        with self.schedule.training():
-            for forward, backward in self.pairs:
-                run.pair(forward, backward, batches, factor)
-        run.transport.finish()
-        self.schedule.streams.join()
+        with self._one_embedding(lines):
+            with self.schedule.training():
+                for forward, backward in self.pairs:
+                    run.pair(forward, backward, batches, factor)
+            run.transport.finish()
+            self.schedule.streams.join()
         return run.losses
+
+    def _connected(self) -> Lines:
+        if self._lines is None:
+            ranks = tuple(range(self.pp_size)) if self.ranks is None else tuple(self.ranks)
+            place = Place(self.pp_rank, self.pp_size, len(self.schedule.chunks))
+            device = self.schedule.streams.device
+            by_order = device.type == "cuda" if self.by_order is None else self.by_order
+            self._lines = Lines(place, ranks, device, by_order=by_order)
+        return self._lines
+
+    @contextmanager
+    def _one_embedding(self, lines: Lines) -> Iterator[None]:
+        """Around a step: its gradient of a weight that both ends of the pipeline have becomes the sum of both."""
+        chunks = self.schedule.chunks
+        last = self.pp_rank == self.pp_size - 1
+        holds = self.pp_size > 1 and bool(chunks[0].config.layers.mtp) and (self.pp_rank == 0 or last)
+        embedding: nn.Embedding | None = chunks[-1 if last else 0].embedding if holds else None
+        if embedding is None:
+            yield
+            return
+        weight = embedding.weight
+        before, weight.grad = weight.grad, None  # its own, not the sum of an earlier step
+        try:
+            yield
+        except BaseException:
+            weight.grad = before
+            raise
+        if not weight.requires_grad:
+            return
+        total = lines.sum_over_ends(torch.zeros_like(weight) if weight.grad is None else weight.grad)
+        weight.grad = total if before is None else before.add_(total)
+
+
+def _of(step: Step | None) -> tuple[int, int] | None:
+    return None if step is None else (step.chunk, step.microbatch)
 
 
 class _Run:
@@ -169,16 +169,16 @@ class _Run:
 
     def _receive(self, plan: SchedulePlan) -> Tensor:
         stage = self.place.stage(plan.chunk)
-        return self.transport.receive(stage - 1, self._tag(plan, stage, False), self.schedule.streams.device)
+        return self.transport.receive(stage - 1, False, self._tag(plan, stage, False))
 
     def _send(self, plan: SchedulePlan, output: Tensor) -> None:
         stage = self.place.stage(plan.chunk) + 1
-        self.transport.send(output, stage, self._tag(plan, stage, False))
+        self.transport.send(output, stage, False, self._tag(plan, stage, False))
 
     def _receive_grad(self, plan: SchedulePlan) -> Tensor:
         stage = self.place.stage(plan.chunk)
-        return self.transport.receive(stage + 1, self._tag(plan, stage, True), self.schedule.streams.device)
+        return self.transport.receive(stage + 1, True, self._tag(plan, stage, True))
 
     def _send_grad(self, plan: SchedulePlan, grad: Tensor) -> None:
         stage = self.place.stage(plan.chunk) - 1
-        self.transport.send(grad, stage, self._tag(plan, stage, True))
+        self.transport.send(grad, stage, True, self._tag(plan, stage, True))

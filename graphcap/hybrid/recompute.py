@@ -1,14 +1,16 @@
-"""Activation recomputation: whole layers by torch's checkpoint, and an output that is discarded after its last use."""
+"""Activation recomputation: whole layers by torch's checkpoint, an output that is discarded after its last use, and, inside
+a graph, an output that no backward keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from graphcap.errors import StateError
@@ -48,8 +50,9 @@ class DiscardedOutput:
     `value = discarded(x)`; then the consumers; then `discarded.discard(trigger)`, once: it frees the value and computes
     it again when the gradient of `trigger` arrives. The trigger must be a tensor whose backward precedes that of every
     consumer of the value, on the consumers' stream. For the norm in front of a mixture of experts that is the experts'
-    output: the combined output's gradient arrives on the communication stream, where memory of the recomputed value
-    would be taken from the wrong stream's share and given back too early. So a second trigger is an error.
+    output: the combined output's gradient arrives on the communication stream, and memory of the recomputed value would
+    be taken from that stream's share, which may hand it on before its readers on the other stream are done (Megatron-LM
+    saw the gradients of attention corrupted by it). So a second trigger is an error.
     """
 
     def __init__(self, run: Callable[[Tensor], Tensor], parameters: Sequence[Tensor]) -> None:
@@ -82,8 +85,8 @@ class DiscardedOutput:
         if self._fired or self._source is None:
             raise StateError(
                 "a discarded norm output was asked to be computed a second time: exactly one hook belongs to it, on the "
-                "experts' output. A hook on the combined output runs on the communication stream, before the layers that "
-                "read the value, and the gradients of the layers in front would be wrong"
+                "experts' output. A hook on the combined output runs on the communication stream, from which it would take "
+                "the value's memory, though its readers run on the other: gradients of the layers in front may be wrong"
             )
         assert self._storage is not None
         self._fired = True
@@ -128,3 +131,49 @@ class _Discarded(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         first, *rest = ctx.keeper._gradients(grads[0])
         return (first, None, *rest)
+
+
+@contextmanager
+def not_kept(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Iterator[Tensor]:
+    """`with not_kept(run, x, weight) as value:` and the consumers of `value = run(x, weight)` inside.
+
+    What autograd saves of the value in there is how to compute it again, which every backward that asks for it does. In a
+    graph this is what `DiscardedOutput` is elsewhere: a replay can free no memory, but memory that nothing holds when the
+    forward has been recorded serves what is recorded later, and the backward's graph begins with the computation.
+    """
+    value: Tensor = _NotKept.apply(x, weight, run)  # type: ignore[no-untyped-call]
+    place = value.untyped_storage().data_ptr()
+    source, scale = x.detach(), weight.detach()
+
+    def pack(saved: Tensor) -> Tensor | tuple[Sequence[int], Sequence[int], int]:
+        if saved.numel() == 0 or saved.untyped_storage().data_ptr() != place:
+            return saved
+        return saved.size(), saved.stride(), int(saved.storage_offset())
+
+    def unpack(kept: Tensor | tuple[Sequence[int], Sequence[int], int]) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        with torch.no_grad():
+            return run(source, scale).as_strided(*kept)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield value
+
+
+class _NotKept(torch.autograd.Function):
+    """`run(x, weight)`, whose own intermediate values are computed again too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.run = run
+        return run(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[:2]
+        leaves = [t.detach().requires_grad_(wanted) for t, wanted in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            out = ctx.run(*leaves)
+        found = iter(torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], grads[0]))
+        return (*(next(found) if wanted else None for wanted in needed), None)

@@ -46,10 +46,16 @@ class Entrance:
 
 
 class PreDispatch(PartialLayer):
-    """Slot 1 as a callable of its own, which a graph can hold: hidden -> what the unit's later slots read."""
+    """Slot 1 as a callable of its own, which a graph can hold (and holds, if `graphed`): hidden -> what the unit's later
+    slots read."""
 
     def __init__(
-        self, before: Sequence[HybridLayer], moe: MoELayer | None, entrance: Entrance | None = None
+        self,
+        before: Sequence[HybridLayer],
+        moe: MoELayer | None,
+        entrance: Entrance | None = None,
+        *,
+        graphed: bool = False,
     ) -> None:
         super().__init__()
         # Registered for capture's checks of parameters and modules; names do not matter, the model owns the layers. Of
@@ -63,6 +69,7 @@ class PreDispatch(PartialLayer):
             self.final_norm = entrance.final_norm
             self.enorm, self.hnorm = entrance.depth.enorm, entrance.depth.hnorm
             self.eh_proj = entrance.depth.eh_proj
+        self.graphed = graphed
         self._before, self._moe, self._entrance = tuple(before), (moe,), entrance
         self.reads = ("hidden",) if entrance is None else ("hidden", f"ahead_{entrance.depth.depth}")
         self.inputs = ", ".join(self.reads)
@@ -89,7 +96,9 @@ class PreDispatch(PartialLayer):
         for layer in self._before:
             hidden = layer.whole(hidden)
         (moe,) = self._moe
-        made = (hidden,) if moe is None else moe.before_dispatch(hidden, self.router_weight)
+        made: tuple[Tensor, ...] = (hidden,)
+        if moe is not None:
+            made = moe.before_dispatch(hidden, self.router_weight, in_graph=self.graphed)
         return made[0] if len(self.makes) == 1 else (*made, *normed)
 
     def need_backward_dw(self) -> bool:
@@ -165,9 +174,9 @@ def build_unit(
     if leaves is not None:
         post = Slot("mtp_post", "compute", _twice(leaves), ("hidden",), ("hidden", f"hidden_{leaves.depth}"))
     if isinstance(tail, MoELayer):
-        pre = PreDispatch(before, tail, entrance)
+        pre = PreDispatch(before, tail, entrance, graphed=pre_graphed)
         return Unit(text, (_pre_slot(pre), *_moe_slots(tail, pre_graphed), post), pre, tail)
-    dense = PreDispatch(before, None, entrance) if before or entrance is not None else None
+    dense = PreDispatch(before, None, entrance, graphed=pre_graphed) if before or entrance is not None else None
     return Unit(text, (_pre_slot(dense), None, _mlp_slot(tail), None, post), dense, tail)
 
 

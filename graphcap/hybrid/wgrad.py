@@ -21,27 +21,27 @@ from graphcap.errors import PlanError, StateError
 
 
 class WgradQueue:
-    """First in, first out: what a backward left behind for `backward_dw`. One entry per backward.
+    """First in, first out: what a backward left behind for `backward_dw`. One entry per use in the forward.
 
     owner: named in the error. `len(queue)` is how many weight gradients are outstanding.
     """
 
     def __init__(self, owner: str) -> None:
         self.owner = owner
-        self._entries: deque[Callable[[], None]] = deque()
+        self._entries: deque[Callable[[], Any]] = deque()
 
-    def push(self, compute: Callable[[], None]) -> None:
+    def push(self, compute: Callable[[], Any]) -> None:
         self._entries.append(compute)
 
-    def run_next(self) -> None:
-        """Compute the oldest outstanding weight gradient; StateError if there is none."""
+    def run_next(self) -> Any:
+        """Compute the oldest outstanding weight gradient, and what its computation returns; StateError if there is none."""
         if not self._entries:
             raise StateError(
                 f"backward_dw of {self.owner}: its queue is empty. Expected a backward with delayed weight gradients "
                 "before it: run backward_dw once per backward, after the slot whose backward computes the layer's input "
                 "gradient"
             )
-        self._entries.popleft()()
+        return self._entries.popleft()()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -81,11 +81,17 @@ class DelayedLinear(nn.Linear):
         """Whether a backward leaves work of this module's own to `backward_dw`; asked by `graphcap.capture`."""
         return self.delayed
 
-    def backward_dw(self) -> None:
-        """Compute and add the oldest outstanding weight gradient. Nothing to do where weight gradients are not delayed;
-        StateError where they are and none is outstanding."""
+    def backward_dw(self, uses: int = 1) -> None:
+        """Compute and add the weight gradient of the oldest backward. Nothing to do where weight gradients are not
+        delayed; StateError where they are and none is outstanding.
+
+        uses: how often one forward ran the layer, such as 1 + the MTP depths for an output layer. Their gradients are
+        added up first, as autograd does: added to `.grad` one by one they would be rounded differently."""
         if self.delayed and self.weight.requires_grad:
-            self.outstanding.run_next()
+            grad = self.outstanding.run_next()
+            for _ in range(uses - 1):
+                grad = grad + self.outstanding.run_next()
+            accumulate(self.weight, grad)
 
 
 def _alias(weight: Tensor) -> Tensor:
@@ -109,8 +115,8 @@ class _Linear(torch.autograd.Function):
         (weight,) = ctx.weight
         rows = grads[0].reshape(-1, weight.shape[0])
 
-        def compute() -> None:
-            accumulate(weight, rows.t().mm(x.reshape(-1, weight.shape[1])))
+        def compute() -> Tensor:
+            return rows.t().mm(x.reshape(-1, weight.shape[1]))
 
         ctx.queue.push(compute)
         return (rows.mm(alias).view_as(x) if ctx.needs_input_grad[0] else None), None, None, None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import combinations
 
 import pytest
 import torch
@@ -19,26 +22,28 @@ from graphcap.hybrid.expert_parallel import agree, send, send_back
 from graphcap.hybrid.overlap import OverlapSchedule
 from graphcap.hybrid.overlap_pipeline import PipelineOverlap
 from graphcap.testing import compare, deterministic
-from tests.hybrid.overlap_twin import COVERING, OTHERS, Case, batches_of, model_of, plain_step, run_beside_twin
+from tests.hybrid.overlap_twin import COVERING, OTHERS, PATTERNS, Case, average, batches_of, model_of, run_beside_twin
 
 
-def join(rank: int, port: int, backend: str, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
+def join(
+    rank: int, port: int, ranks: int, backend: str, work: Callable[..., None], arguments: tuple[object, ...]
+) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     try:
         work(*arguments)
     finally:
         dist.destroy_process_group()
 
 
-def on_two_ranks(work: Callable[..., None], *arguments: object, backend: str = "gloo") -> None:
+def on_ranks(work: Callable[..., None], *arguments: object, backend: str = "gloo", ranks: int = 2) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(join, args=(port, backend, work, arguments), nprocs=2)
+    mp.spawn(join, args=(port, ranks, backend, work, arguments), nprocs=ranks)
 
 
 # ---------------------------------------------------------------------------------------------------- one spawn's cases
@@ -141,75 +146,240 @@ def exchanges(cases: list[Case]) -> None:
 
 def long_runs(covering: list[Case], others: list[Case], device: str = "cpu") -> None:
     with deterministic(device):
-        for case in covering:
-            run_beside_twin(case, 100, sharded=True, device=device)
-            if not case.norm:
-                run_beside_twin(case, 100, sharded=True, graphs=True, device=device)
-        for case in others:
-            run_beside_twin(case, 5, sharded=True, early_release=case.shared, delayed_twin=True, device=device)
+        for graphs in (False, True):
+            for case in covering:
+                run_beside_twin(case, 100, sharded=True, graphs=graphs, device=device)
+            for case in others:
+                early = case.shared
+                run_beside_twin(
+                    case, 5, sharded=True, graphs=graphs, early_release=early, delayed_twin=True, device=device
+                )
 
 
-def pipelines(cases: list[tuple[str, int, bool]]) -> None:
+@dataclass(frozen=True)
+class Pipeline:
+    """A model over two pipeline ranks, `chunks` chunks a rank; with `experts` each of these is two ranks that share the
+    experts. by_order: messages without tags, as on NCCL."""
+
+    case: Case
+    chunks: int
+    graphs: bool = False
+    experts: bool = False
+    by_order: bool = False
+    steps: int = 5
+    device: str = "cpu"
+    batch: int = 2
+    tokens: int = 8
+
+    def __str__(self) -> str:
+        words = [word for word in ("graphs", "experts", "by_order") if getattr(self, word)]
+        return "-".join([str(self.case), f"{self.chunks} chunks", *words])
+
+    def batches(self, step: int, expert_rank: int) -> list[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(2 * step + expert_rank)
+        ids = torch.randint(0, 64, (4, self.batch, self.tokens + 1), generator=generator).to(self.device)
+        return [(one[:, :-1], one[:, 1:]) for one in ids]
+
+
+class InPieces:
+    """The twin of a pipeline: its chunks one after the other, in this process. With MTP the last one has an embedding of
+    its own, as the last rank has; their gradients are added up after each step."""
+
+    def __init__(self, twin: HybridModel, chunks: int) -> None:
+        self.twin = twin
+        self.pieces = twin.chunks(chunks)
+        self.copy = None
+        if twin.mtp is not None:
+            self.copy = self.pieces[-1].embedding = copy.deepcopy(twin.embedding)
+
+    def step(self, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        losses = []
+        for tokens, labels in batches:
+            hidden = tokens
+            for piece in self.pieces[:-1]:
+                hidden = piece(hidden)
+            named = {} if self.copy is None else {"tokens": tokens}
+            loss = self.pieces[-1](hidden, labels, **named).loss
+            (loss * (1 / len(batches))).backward()
+            losses.append(loss.detach())
+        if self.copy is not None:
+            weight = self.twin.embedding.weight
+            weight.grad += self.copy.weight.grad
+            self.copy.weight.grad = None
+        return losses
+
+    def updated(self) -> None:
+        if self.copy is not None:
+            with torch.no_grad():
+                self.copy.weight.copy_(self.twin.embedding.weight)
+
+
+def pipelines(cases: list[Pipeline]) -> None:
+    for case in cases:
+        with deterministic(case.device):
+            run_pipeline(case)
+
+
+def run_pipeline(case: Pipeline) -> None:
     """Losses and every rank's gradients are those of the whole model, microbatch after microbatch."""
+    rank, expert_rank, group = dist.get_rank(), 0, None
+    ranks = [0, 1]
+    if case.experts:  # ranks 0 and 1 share the experts of the first stages, 2 and 3 those of the last
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        rank, expert_rank = divmod(dist.get_rank(), 2)
+        group, ranks = groups[rank], [expert_rank, 2 + expert_rank]
+    model = model_of(case.case, case.device)
+    if case.experts:
+        shard_experts(model, group)
+    twin = copy.deepcopy(model)
+    pieces = model.chunks(2 * case.chunks)[rank::2]
+    eager = InPieces(twin, 2 * case.chunks)
+    schedule = OverlapSchedule(pieces, delay_wgrad=case.case.delay)
+    pipeline = PipelineOverlap(schedule, rank, 2, ranks, by_order=case.by_order or None)
+    if case.graphs:
+        tokens = case.batches(0, expert_rank)[0][0]
+        pipeline.capture_graphs(tokens, 4, backend="tape" if case.device == "cpu" else "cuda")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (model, twin)]
+    got = set()
+    for step in range(case.steps):
+        batches = case.batches(step, expert_rank)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses = pipeline.step(batches)
+        expected = eager.step(batches)
+        assert len(losses) == 4 * rank
+        if rank == 1:
+            assert all(map(torch.equal, losses, expected))
+        if case.experts:
+            average(model, group)
+            average(twin, group)
+        mine = {id(p) for piece in pieces for p in piece.parameters()}
+        for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            where = f"{case}, step {step}: {name}"
+            assert (id(parameter) in mine) == (parameter.grad is not None) or other.grad is None, where
+            if id(parameter) in mine:
+                assert (parameter.grad is None) == (other.grad is None), where
+                assert parameter.grad is None or torch.equal(parameter.grad, other.grad), where
+                if parameter.grad is not None and bool(parameter.grad.isfinite().all() and parameter.grad.any()):
+                    got.add(id(parameter))
+        for optimizer in optimizers:
+            optimizer.step()
+        eager.updated()
+        with torch.no_grad():  # what lives on the other rank
+            for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+                if id(parameter) not in mine:
+                    parameter.copy_(other)
+                assert torch.equal(parameter, other)
+    assert got == mine
+    alone = sum(f is not None and b is None for f, b in pipeline.pairs)
+    assert alone == {(1, 0): 2, (1, 1): 1, (2, 0): 5, (2, 1): 3}[case.chunks, rank]
+    assert (schedule.graphs is not None) == (case.graphs and any(u.pre for units in schedule.units for u in units))
+    if schedule.graphs is not None:
+        stats = schedule.graphs.graphed.stats
+        units = sum(unit.pre is not None for of_chunk in schedule.units for unit in of_chunk)
+        assert (stats.replays, dict(stats.eager)) == (case.steps * 4 * units, {})
+
+
+def gradients_add_up_over_steps() -> None:
+    """Two steps without zero_grad between them: the shared embedding's gradient too is counted once a step."""
     rank = dist.get_rank()
-    for pattern, chunks, delay in cases:
-        case = Case(pattern, shared=True, delay=delay, norm=False)
-        model, twin = model_of(case), model_of(case)
-        pieces = model.chunks(2 * chunks)[rank::2]
-        pipeline = PipelineOverlap(OverlapSchedule(pieces, delay_wgrad=delay), rank, 2)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (model, twin)]
-        for step in range(5):
-            batches = [same for part in range(2) for same in both_ranks_batches(2 * step + part)][:4]
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            losses = pipeline.step(batches)
-            expected = plain_step(twin, batches, False)
-            if rank == 1:
-                assert all(map(torch.equal, losses, expected))
-            assert len(losses) == 4 * rank
-            mine = {id(p) for piece in pieces for p in piece.parameters()}
-            for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-                assert (id(parameter) in mine) == (parameter.grad is not None) or other.grad is None, name
-                if id(parameter) in mine:
-                    assert (parameter.grad is None) == (other.grad is None), name
-                    assert parameter.grad is None or torch.equal(parameter.grad, other.grad), (pattern, step, name)
-            for optimizer in optimizers:
-                optimizer.step()
-            with torch.no_grad():  # what lives on the other rank
-                for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
-                    if id(parameter) not in mine:
-                        parameter.copy_(other)
-                    assert torch.equal(parameter, other)
-        assert sum(f is not None and b is None for f, b in pipeline.pairs) == {
-            (1, 0): 2,
-            (1, 1): 1,
-            (2, 0): 5,
-            (2, 1): 3,
-        }[chunks, rank]
+    case = Pipeline(Case("[*E]|[*E]", False, False, False, mtp=True), 1)
+    model = model_of(case.case)
+    pipeline = PipelineOverlap(OverlapSchedule(model.chunks(2)[rank]), rank, 2)
+    weight = model.embedding.weight
+    alone = []
+    for step in range(2):
+        weight.grad = None
+        pipeline.step(case.batches(step, 0))
+        alone.append(weight.grad)
+    weight.grad = None
+    for step in range(2):
+        pipeline.step(case.batches(step, 0))
+    assert torch.equal(weight.grad, alone[0] + alone[1])
 
 
-def both_ranks_batches(step: int) -> list[tuple[Tensor, Tensor]]:
-    ids = torch.randint(0, 64, (3, 2, 9), generator=torch.Generator().manual_seed(step))
-    return [(one[:, :-1], one[:, 1:]) for one in ids]
+def pipeline_cases(device: str = "cpu", steps: int = 5) -> list[Pipeline]:
+    """Every pair of (1F1B or interleaved, delayed, graphs, MTP, norm recomputed, by order) occurs."""
+    rows = (
+        ("[*E]|M[*-]", 1, 1, 0, 0, 0, 0),
+        ("[*E]|M[*E]", 1, 0, 1, 1, 1, 0),
+        ("[*E]|-", 1, 0, 1, 0, 0, 1),
+        ("[*E][*E]", 1, 1, 0, 1, 1, 1),
+        ("[*E]|E|*-|[M*E]", 2, 1, 1, 1, 0, 1),
+        ("[*E]|-|[*-]|*E", 2, 1, 1, 0, 1, 0),
+        ("[*E][*E][*E][*E]", 2, 0, 0, 0, 1, 1),
+        ("[*-]|[*E]|M|E", 2, 0, 0, 1, 0, 0),
+    )
+    return [
+        Pipeline(
+            Case(pattern, True, bool(delay), bool(norm), bool(mtp)),
+            chunks,
+            graphs=bool(graphs),
+            by_order=bool(by_order),
+            steps=steps,
+            device=device,
+        )
+        for pattern, chunks, delay, graphs, mtp, norm, by_order in rows
+    ]
+
+
+DEEP = "[*-][*-]|[*-][*-]|[*E][*E]|[*E][*E]"
+FOUR_RANKS = (
+    Pipeline(Case(DEEP, True, True, True), 2, experts=True, steps=100),
+    Pipeline(Case(DEEP, True, True, True), 2, graphs=True, experts=True, steps=100),
+    Pipeline(Case("[*E]|[M*E]", False, True, False, mtp=True), 1, experts=True),
+    Pipeline(Case("[*E]|[M*E]", True, False, True, mtp=True), 1, graphs=True, experts=True, by_order=True),
+)
+"""PP 2 x EP 2: two chunks a rank as in the acceptance list of the design this follows, and 1F1B with MTP."""
 
 
 # --------------------------------------------------------------------------------------------------------------- tests
 
 
-PIPELINES = [("[*E]|M[*-]", 1, True), ("[*E]|E|*-|[M*E]", 2, True), ("[*E][*E][*E][*E]", 2, False)]
-
-
-def everything(cases: list[Case], patterns: list[tuple[str, int, bool]]) -> None:
+def everything(cases: list[Case]) -> None:
     exchanges(cases)
-    pipelines(patterns)
+    pipelines([pipeline_cases(steps=3)[i] for i in (1, 4)])
+    gradients_add_up_over_steps()
 
 
 @pytest.mark.distributed
 def test_experts_and_pipelines_on_two_ranks() -> None:
-    on_two_ranks(everything, [COVERING[1], COVERING[2], COVERING[5]], PIPELINES)
+    on_ranks(everything, [COVERING[1], COVERING[2], COVERING[5]])
+
+
+def test_the_pipelines_are_a_pairwise_covering_set() -> None:
+    cases = pipeline_cases()
+    rows = [(c.chunks == 2, c.case.delay, c.graphs, c.case.mtp, c.case.norm, c.by_order) for c in cases]
+    for i, j in combinations(range(6), 2):
+        assert len({(row[i], row[j]) for row in rows}) == 4, (i, j)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_overlap_on_two_ranks_100_iterations() -> None:
-    on_two_ranks(long_runs, list(COVERING), list(OTHERS))
+@pytest.mark.parametrize("case", pipeline_cases(), ids=str)
+def test_pipelines_on_two_ranks(case: Pipeline) -> None:
+    on_ranks(pipelines, [case])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)  # four processes on what may be two cores
+@pytest.mark.parametrize("case", FOUR_RANKS, ids=str)
+def test_pipelines_with_shared_out_experts_on_four_ranks(case: Pipeline) -> None:
+    on_ranks(pipelines, [case], ranks=4)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_overlap_on_two_ranks_100_iterations(case: Case) -> None:
+    on_ranks(long_runs, [case], [])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_overlap_on_two_ranks_other_combinations(pattern: str) -> None:
+    on_ranks(long_runs, [], [case for case in OTHERS if case.pattern == pattern])

@@ -86,8 +86,8 @@ def plain_step(model: HybridModel, batches: Sequence[tuple[Tensor, Tensor]], del
             loss = model(tokens, labels).loss
             (loss * (1 / len(batches))).backward()
             if delay:
-                for _ in range(1 if model.mtp is None else 2):
-                    model.output_layer.backward_dw()  # type: ignore[union-attr]
+                depths = 0 if model.mtp is None else len(list(model.mtp.depths()))
+                model.output_layer.backward_dw(1 + depths)  # type: ignore[union-attr,operator]
                 for depth in model.mtp.depths() if model.mtp is not None else ():
                     depth.eh_proj.backward_dw()
                     for layer in depth.physical_layers():
@@ -98,15 +98,16 @@ def plain_step(model: HybridModel, batches: Sequence[tuple[Tensor, Tensor]], del
     return losses
 
 
-def average(model: nn.Module) -> None:
-    """Over the ranks: what every rank has. The experts' gradients are whole already, of all ranks' losses."""
+def average(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Over the ranks that share the experts: what every rank has. The experts' gradients are whole already, of all ranks'
+    losses."""
     if not dist.is_initialized():
         return
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             if ".expert_mlps." not in name and ".grouped." not in name:
-                dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+                dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= dist.get_world_size(group)
 
 
 def run_beside_twin(

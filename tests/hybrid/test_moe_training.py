@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 from graphcap.errors import PlanError, StateError
 from graphcap.hybrid import (
     AttentionLayer,
+    ExpertParallel,
     HybridConfig,
     HybridModel,
     MambaLayer,
@@ -21,8 +24,8 @@ from graphcap.hybrid import (
     delayed_wgrad,
     shard_experts,
 )
-from graphcap.hybrid.layers import HybridLayer
-from graphcap.hybrid.recompute import DiscardedOutput
+from graphcap.hybrid.layers import HybridLayer, RMSNorm, linear
+from graphcap.hybrid.recompute import DiscardedOutput, not_kept
 from graphcap.hybrid.wgrad import WgradQueue
 from graphcap.testing import compare
 
@@ -74,6 +77,29 @@ def test_delayed_weight_gradients_of_grouped_experts() -> None:
     with delayed_wgrad(layer):
         found = outputs_and_gradients(layer, delayed=True, dtype=torch.bfloat16)
     assert_same(found, outputs_and_gradients(twin, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("uses", [1, 2, 3])
+def test_a_layer_that_runs_several_times_in_one_forward(uses: int) -> None:
+    """Autograd adds up the uses' gradients and then adds the sum to `.grad`; so does `backward_dw(uses)`."""
+    grads = []
+    for delayed in (False, True):
+        torch.manual_seed(3)
+        layer = linear(16, 16, HybridConfig())
+        with delayed_wgrad(layer, delayed):
+            for _ in range(3):
+                rows = torch.randn(40, 16)
+                total = torch.zeros(())
+                for use in range(uses):
+                    total = total + (layer(rows + use) * torch.randn(40, 16)).sum()
+                total.backward()
+                layer.backward_dw(uses)
+        grads.append(layer.weight.grad)
+    assert torch.equal(*grads)
+    if uses > 1:
+        with pytest.raises(StateError, match="its queue is empty"), delayed_wgrad(layer):
+            layer(rows).sum().backward()
+            layer.backward_dw(uses)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -213,6 +239,50 @@ def test_a_hook_that_comes_too_late_is_an_error() -> None:
     discarded.discard(other)
     with pytest.raises(StateError, match="before it was computed again"):
         out.backward()
+
+
+def test_inside_a_graph_nothing_holds_the_norm_s_output() -> None:
+    """`not_kept`: when the consumers have run, the value's memory is gone; the backward computes it again, bit for bit."""
+    norm = RMSNorm(32, HybridConfig())
+    shared, router = linear(32, 48, HybridConfig()), linear(32, 4, HybridConfig())
+    source = torch.randn(2, 9, 32, requires_grad=True)
+    leaves = (source, norm.weight, shared.weight, router.weight)
+    runs: list[Tensor] = []
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        runs.append(norm.normed(x, weight))
+        return runs[-1]
+
+    def consumed(value: Tensor) -> Tensor:
+        flat = value.flatten(0, 1)  # a view
+        return shared(flat).square().sum() + (router(flat).softmax(-1) ** 2).sum() + (flat * 2).sum()
+
+    with not_kept(run, source, norm.weight) as value:
+        out = consumed(value)
+        held = weakref.ref(value.untyped_storage())
+    runs.clear()
+    del value
+    gc.collect()
+    assert held() is None
+    found = torch.autograd.grad(out, leaves)
+    assert len(runs) == 3  # for the two products, and for its own backward
+    expected = torch.autograd.grad(consumed(norm(source)), leaves)
+    assert all(map(torch.equal, found, expected))
+    assert all(bool(grad.any()) for grad in found)
+
+
+def test_a_model_with_shared_out_experts_is_copied() -> None:
+    """With a group of its own, which can't be copied: the copy lives on the same ranks."""
+
+    class Group:
+        def __reduce__(self) -> str:
+            raise TypeError("cannot pickle 'ProcessGroup' object")
+
+    layer = layer_of(MoELayer)
+    layer.parallel = ExpertParallel(1, 2, Group())  # type: ignore[assignment,arg-type]
+    twin = copy.deepcopy(layer)
+    assert twin.parallel is layer.parallel  # type: ignore[comparison-overlap]
+    assert twin.router_weight is not layer.router_weight
 
 
 def test_without_grad_nothing_is_discarded() -> None:
