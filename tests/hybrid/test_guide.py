@@ -24,7 +24,8 @@ def test_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     (loss,) = re.findall(r"^(\d\.\d+) torch.Size", printed, flags=re.MULTILINE)
     assert float(loss) < 4
     attention = "layers.1.in_proj layers.1.out_proj layers.2.out_proj layers.2.qkv"
-    for shown in ("10 [2, 5, 8, 9]", "256 rows went to the experts of layer 3", f"{attention} layers.3 layers.4.mlp.down layers.4.mlp.gate_up"):
+    names = f"{attention} layers.3 layers.4.mlp.down layers.4.mlp.gate_up"
+    for shown in ("10 [2, 5, 8, 9]", "256 rows went to the experts of layer 3", names):
         assert f"{shown}\n" in printed
         assert f"`{shown}`" in GUIDE
 
