@@ -12,6 +12,7 @@ import torch
 
 from graphcap import Order, PlanError, StateError, demo
 from graphcap._demo_sides import Value
+from graphcap.fp8_meta import find
 from graphcap.hybrid import HybridConfig, HybridModel, delayed_wgrad, load, save
 from graphcap.testing import deterministic
 from tests.gpu.te.kit import recipe
@@ -135,6 +136,23 @@ def test_checkpoint_of_another_history_is_refused(tmp_path: Path) -> None:
     longer = config_of("[*E]", recipe=recipe("delayed", amax_history_len=8))
     with pytest.raises(StateError, match=r"hist_fwd \[4, 3\]"):
         load(model_of(longer, "cuda"), tmp_path)
+
+
+def test_experts_without_any_row() -> None:
+    """As on a rank that got no rows: nothing comes out, gradients are zero, and the modules take part in reductions."""
+    config = config_of("E")
+    experts = model_of(config, "cuda").decoder.layers[0].te_experts
+    state = find([experts])
+    assert state is not None
+    rows = torch.zeros(0, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with state.autocast(config.quant_spec):
+        made = experts(rows, [0] * config.experts, True)
+    assert made.shape == (0, 128)
+    made.sum().backward()
+    assert all(state.is_registered(owner) for owner in state.owners(experts))
+    for name, parameter in experts.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
 
 
 def test_outside_of_a_region_is_refused() -> None:
