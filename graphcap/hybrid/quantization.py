@@ -65,6 +65,15 @@ class Quantization:
         )
         return region
 
+    def check_copy(self, model: nn.Module) -> None:
+        """StateError where a copy of `model` would keep scales that nothing updates."""
+        state = self.state(model) if self.manager is None else None
+        if state is not None and any(map(state.is_registered, state.owners(model))):
+            raise StateError(
+                "a copy of a model whose Transformer Engine modules have run: they note where they are registered for "
+                "reductions, and copies would take over the note but not the place. Build twice from one seed, or copy first"
+            )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Quantization:
         made = Quantization(self.config)
         if self.manager is not None:

@@ -3,6 +3,7 @@ te.GroupedLinear. The judge is the same model without graphs, after it has been 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,14 @@ def test_experts_without_any_row() -> None:
     for name, parameter in experts.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
+
+
+def test_a_copy_is_refused_once_it_has_run() -> None:
+    """A copied module would believe that it is registered: its scales would never move."""
+    model = model_of(config_of("*"), "cuda")
+    step(eager_side(model, ONE), ONE, 0)
+    with pytest.raises(StateError, match="Build twice from one seed"):
+        copy.deepcopy(model)
 
 
 def test_outside_of_a_region_is_refused() -> None:
