@@ -167,6 +167,24 @@ def test_a_cached_weight_is_cast_once_a_step() -> None:
         assert torch.equal(*made) is cached
 
 
+def test_every_layer_hears_of_the_microbatch() -> None:
+    """All layer kinds, experts and MTP depths: casts stay over a step although weights change, and are made anew in the next."""
+    model = model_of(quantised("[M*E]-/ME", shared_ffn=16, top_k=3))  # every expert gets every token
+
+    def casts(first: bool) -> dict[str, Tensor]:
+        run(model, first=first)
+        return {name: state["weight_q"].float() for name, state in model.quantized_states().items()}
+
+    before = casts(True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    kept, anew = casts(False), casts(True)
+    for name, values in before.items():
+        assert torch.equal(values, kept[name]), name
+        assert not torch.equal(values, anew[name]), name
+
+
 def test_delayed_weight_gradients() -> None:
     """The same bits as without a delay, for every layer kind; popping nothing is an error."""
     config = quantised("[M*E]-", shared_ffn=16)
