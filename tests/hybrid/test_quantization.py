@@ -168,7 +168,7 @@ def test_a_cached_weight_is_cast_once_a_step() -> None:
 
 
 def test_every_layer_hears_of_the_microbatch() -> None:
-    """All layer kinds, experts and MTP depths: casts stay over a step although weights change, and are made anew in the next."""
+    """All layer kinds, experts and MTP depths: a cast stays over a step although weights change; the next makes it anew."""
     model = model_of(quantised("[M*E]-/ME", shared_ffn=16, top_k=3))  # every expert gets every token
 
     def casts(first: bool) -> dict[str, Tensor]:
