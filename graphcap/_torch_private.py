@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -116,6 +117,7 @@ def neutral_dispatch() -> Iterator[None]:
         yield
 
 
+@cache
 def is_composite(func: torch._ops.OpOverload) -> bool:
     """Whether the operator is only a recipe of others (it reaches a dispatch mode whole under inference mode).
 
