@@ -6,9 +6,9 @@ A chunk of 24 layers (norm, up, GELU, down, residual) under 1F1B of rank 0 of 4 
 16 and 64 microbatches (targets P7, P8). Every candidate first agrees with eager bit for bit, over several passes of the
 order with weights updated in between; only then is anything timed.
 
-capture: seconds of the call, the device idle before and after. The row "recording alone" is the least that any such call
-takes: one forward and one backward graph per layer and microbatch by torch.cuda.graph, no warm-up, no checks. memory: MiB that the allocator holds after the capture and
-a pass, beyond the layers, their gradients and the inputs (reserved, caches emptied before: what private pools keep counts).
+capture: seconds of the call, the device idle before and after. "Recording alone" is the least that any such call takes: one
+forward and one backward graph per layer and microbatch by torch.cuda.graph, no warm-up, no checks.
+memory: MiB that the allocator holds after the capture and a pass, beyond the layers, their gradients and the inputs (reserved, caches emptied before: what private pools keep counts).
 wall: milliseconds of one pass of the order. torch's function knows no order: its row is one microbatch. Replay overhead
 (P1, P2) has a benchmark of its own: replay_overhead.py.
 """
@@ -164,6 +164,7 @@ def candidates(options: argparse.Namespace, microbatches: int, device: torch.dev
 def recording_alone(layers: tuple[nn.Module, ...], sample: Tensor, order: Order) -> float:
     """Seconds for as many graphs as any candidate records: forwards and backwards of all layers and microbatches in flight.
     The second time, when kernels are loaded."""
+    run_pass(Order.forward_backward(1), layers, len(layers), sample.unsqueeze(0), sample.unsqueeze(0))
     for _ in range(2):
         pool = torch.cuda.graph_pool_handle()
         graphs, ends = [], []
