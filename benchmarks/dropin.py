@@ -8,7 +8,8 @@ order with weights updated in between; only then is anything timed.
 
 capture: seconds of the call, the device idle before and after. "Recording alone" is the least that any such call takes: one
 forward and one backward graph per layer and microbatch by torch.cuda.graph, no warm-up, no checks.
-memory: MiB that the allocator holds after the capture and a pass, beyond the layers, their gradients and the inputs (reserved, caches emptied before: what private pools keep counts).
+memory: MiB that the allocator holds after the capture and a pass, beyond the layers, their gradients and the inputs
+(reserved, caches emptied before: what private pools keep counts).
 wall: milliseconds of one pass of the order. torch's function knows no order: its row is one microbatch. Replay overhead
 (P1, P2) has a benchmark of its own: replay_overhead.py.
 """
