@@ -9,7 +9,7 @@ order with weights updated in between; only then is anything timed.
 capture: seconds of the call, the device idle before and after. "Recording alone" is the least that any such call takes: one
 forward and one backward graph per layer and microbatch by torch.cuda.graph, no warm-up, no checks.
 memory: MiB that the allocator holds after the capture and a pass, beyond the layers, their gradients and the inputs
-(reserved, caches emptied before: what private pools keep counts).
+(what private pools keep counts, free blocks elsewhere do not).
 wall: milliseconds of one pass of the order. torch's function knows no order: its row is one microbatch. Replay overhead
 (P1, P2) has a benchmark of its own: replay_overhead.py.
 """
@@ -334,10 +334,12 @@ def free(device: torch.device) -> None:
 
 
 def reserved(device: torch.device) -> int:
-    """Bytes that the caching allocator holds, free blocks outside of private pools apart."""
+    """Bytes that the caching allocator holds, but for free blocks outside of private pools: anyone may have those. What is
+    free inside a private pool is the graphs' own."""
     if device.type != "cuda":
         return 0
-    return torch.cuda.memory_reserved(device)
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["active_size"] if tuple(s["segment_pool_id"]) == (0, 0) else s["total_size"] for s in segments)
 
 
 def show(result: dict[str, Any], cases: list[Case]) -> None:
