@@ -129,6 +129,34 @@ def test_popping_nothing_is_an_error(kind: type[HybridLayer]) -> None:
             layer.backward_dw()
 
 
+TRAINED = ("expert_mlps", "router", "shared", "down", "norm", "embedding", "qkv", "in_proj", "output_layer")
+
+
+@pytest.mark.parametrize("recompute", ["none", "norm", "layer"])
+@pytest.mark.parametrize("trained", TRAINED)
+def test_frozen_weights(trained: str, recompute: str) -> None:
+    """What is frozen leaves nothing to `backward_dw`, and what is not gets the gradient of an undelayed backward, however
+    much of the backward the frozen ones leave out."""
+    found = []
+    for delayed in (True, False):
+        torch.manual_seed(3)
+        choice = recompute if delayed else "none"
+        model = HybridModel(HybridConfig(pattern="E[M*E]-", shared_ffn=24, init_std=0.2, recompute=choice))  # type: ignore[arg-type]
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in name)
+        tokens = torch.arange(24).view(2, 12)
+        for step in range(2):
+            with delayed_wgrad(model, delayed):
+                model(tokens + step, tokens).loss.backward()
+                for layer in (model.output_layer, *reversed(list(model.decoder.layers))):
+                    layer.backward_dw()  # type: ignore[union-attr,operator]
+        found.append([p.grad for p in model.parameters()])
+    assert any(grad is not None and grad.any() for grad in found[1])
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)  # type: ignore[arg-type]
+
+
 def test_shared_expert_before_its_backward_is_an_error() -> None:
     layer = layer_of(MoELayer, shared_ffn=24)
     assert isinstance(layer, MoELayer)
