@@ -141,9 +141,7 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None, None
 
 
-def _all_to_all(
-    rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup | None
-) -> Tensor:
+def _all_to_all(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup | None) -> Tensor:
     out = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
     return out

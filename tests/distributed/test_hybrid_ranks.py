@@ -25,9 +25,7 @@ from graphcap.testing import compare, deterministic
 from tests.hybrid.overlap_twin import COVERING, OTHERS, PATTERNS, Case, average, batches_of, model_of, run_beside_twin
 
 
-def join(
-    rank: int, port: int, ranks: int, backend: str, work: Callable[..., None], arguments: tuple[object, ...]
-) -> None:
+def join(rank: int, port: int, ranks: int, backend: str, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     if backend == "nccl":
@@ -261,9 +259,7 @@ def long_runs(covering: list[Case], others: list[Case], device: str = "cpu") -> 
                 run_beside_twin(case, 100, sharded=True, graphs=graphs, device=device)
             for case in others:
                 early = case.shared
-                run_beside_twin(
-                    case, 5, sharded=True, graphs=graphs, early_release=early, delayed_twin=True, device=device
-                )
+                run_beside_twin(case, 5, sharded=True, graphs=graphs, early_release=early, delayed_twin=True, device=device)
 
 
 @dataclass(frozen=True)
