@@ -21,8 +21,9 @@ from graphcap.hybrid.keys import OUTPUT_EXTRA_STATE, layer_pieces
 from graphcap.hybrid.mamba import MambaLayer
 from graphcap.hybrid.pattern import Pattern
 
-_LAYER: Final = re.compile(r"^(optimizer\.state\.[^.]+\.)?decoder\.layers\.(\d+)\.([^.]+)\.")
-_NORM: Final = re.compile(r"^((?:optimizer\.state\.[^.]+\.)?decoder\.)final_(?:layer)?norm\.")
+_OPTIMIZER: Final = r"optimizer\.(?:state\.[^.]+|group)\."
+_LAYER: Final = re.compile(rf"^({_OPTIMIZER})?decoder\.layers\.(\d+)\.([^.]+)\.")
+_NORM: Final = re.compile(rf"^((?:{_OPTIMIZER})?decoder\.)final_(?:layer)?norm\.")
 _FAMILY: Final = {
     "mixer": "M",
     "self_attention": "*",
@@ -127,9 +128,7 @@ def _matched(before: Pattern, after: Pattern, drop_mamba: bool) -> tuple[dict[Pl
     return places, dropped, [] if old["M"] else [index for index, _ in new["M"]]
 
 
-def _renamed(
-    key: str, places: dict[Place, int], dropped: set[Place], grouped: bool, before: Pattern
-) -> str | None:
+def _renamed(key: str, places: dict[Place, int], dropped: set[Place], grouped: bool, before: Pattern) -> str | None:
     """The key in the converted checkpoint; None: it is not in there."""
     if key == OUTPUT_EXTRA_STATE or key.startswith(f"{OUTPUT_EXTRA_STATE}/"):
         return None  # holds nothing; the new pattern decides whether there is one

@@ -361,6 +361,70 @@ def test_optimizer_refusals(tmp_path: Path) -> None:
         save(model, tmp_path / "odd", odd)
 
 
+def two_groups(model: nn.Module, decoder_first: bool, **values: Any) -> torch.optim.Optimizer:
+    inner = list(model.decoder.parameters())  # type: ignore[union-attr,operator]
+    outer = [p for name, p in model.named_parameters() if not name.startswith("decoder.")]
+    groups = [{"params": inner, "lr": 0.2}, {"params": outer, "lr": 0.1}]
+    return torch.optim.AdamW(groups if decoder_first else groups[::-1], **values)
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_parameters_stay_in_their_groups(twin: bool, tmp_path: Path) -> None:
+    """A learning rate must not reach other parameters because the groups came in another order."""
+    model = model_of("[*-]")
+    optimizer = two_groups(model, True)
+    step(model, optimizer, 0)
+    save(model, tmp_path, optimizer)
+    other: nn.Module = gpt_of("[*-]", seed=2) if twin else model_of("[*-]", seed=2)
+    before = copy.deepcopy(other)
+    with pytest.raises(
+        StateError, match=r"output_layer\.weight is in group 1 in the checkpoint, in group 0 in the optimizer"
+    ):
+        load(other, tmp_path, two_groups(other, False))
+    assert_same(before, other)
+    theirs = two_groups(other, True)
+    load(other, tmp_path, theirs)
+    for seed in (1, 2):
+        step(model, optimizer, seed)
+        step(other, theirs, seed)
+    a, b = pieces_of(model), pieces_of(other)  # type: ignore[arg-type]
+    assert all(torch.equal(a[key].published(), b[key].published()) for key in a)
+
+
+def test_chunks_are_loaded_one_by_one_with_one_optimizer(tmp_path: Path) -> None:
+    """Each load writes the state of its own parameters, and leaves that of others alone."""
+    model, other = model_of("*E|*-"), model_of("*E|*-", seed=2)
+    optimizer, theirs = adam(model), adam(other)
+    step(model, optimizer, 0)
+    save(model.chunks(), tmp_path, optimizer)
+    for chunk in other.chunks():
+        load(chunk, tmp_path, theirs)
+    assert len(theirs.state) == len(optimizer.state) > 0
+    step(model, optimizer, 1)
+    step(other, theirs, 1)
+    assert_same(model, other)
+
+
+def test_state_that_would_be_lost(tmp_path: Path) -> None:
+    """Of parameters that no key stands for, or hyperparameters that can't be read back."""
+    model = model_of("*|-")
+    extra = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([*model.parameters(), extra])
+    step(model, optimizer, 0)
+    save(model, tmp_path / "without state", optimizer)
+    extra.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(StateError, match=r"state of 1 parameters .*shapes \[3\].* would be lost"):
+        save(model, tmp_path / "lost", optimizer)
+    with pytest.raises(StateError, match="save all chunks that it trains together"):
+        save(model.chunks()[0], tmp_path / "lost", optimizer)
+    optimizer = adam(model)
+    optimizer.param_groups[0]["name"] = Path("decoder")
+    with pytest.raises(StateError, match=r"AdamW's name=.*Path\('decoder'\) of parameter group 0 .* is not read back"):
+        save(model, tmp_path / "lost", optimizer)
+    assert not (tmp_path / "lost").exists()
+
+
 def test_steps_of_experts_that_differ_do_not_fit_stacked_experts(tmp_path: Path) -> None:
     """Single experts skip steps without tokens, a stacked weight can't."""
     values: dict[str, Any] = {"experts": 16, "dtype": torch.bfloat16}
