@@ -237,8 +237,8 @@ def _optimizer_entries(pieces: Pieces, optimizer: torch.optim.Optimizer) -> dict
         shown = ", ".join(map(str, strange[:4])) + (", ..." if len(strange) > 4 else "")
         raise StateError(
             f"{type(optimizer).__name__} has state of {len(strange)} parameters that are not among those to be saved "
-            f"(shapes {shown}) and would be lost: save all chunks that it trains together, and give the rest an optimizer of "
-            "its own"
+            f"(shapes {shown}) and would be lost: save all chunks that it trains together, and give the rest an "
+            "optimizer of its own"
         )
     numbers = _group_numbers(optimizer)
     for key, piece in pieces.items():
@@ -263,8 +263,8 @@ def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         for name, value in group.items():
             if not _is_plain(value):
                 raise StateError(
-                    f"{type(optimizer).__name__}'s {name}={value!r} of parameter group {number} ({type(value).__name__}) could "
-                    "be written, but is not read back, as reading runs no code: expected a number, text, tensor, list or dict"
+                    f"{type(optimizer).__name__}'s {name}={value!r} of parameter group {number} ({type(value).__name__}) "
+                    "could be written, but is not read back, as reading runs no code: expected numbers, texts or tensors"
                 )
     return groups
 

@@ -179,10 +179,24 @@ def test_refused(source: str, target: str, words: str, tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_wrong_pattern_of_the_source(tmp_path: Path) -> None:
-    saved("M*-", tmp_path / "a")
-    with pytest.raises(StateError, match="is that the pattern of this checkpoint"):
-        convert(tmp_path / "a", tmp_path / "b", "[*-]", pattern="*-")
+# the checkpoint's pattern, the one that is claimed, what to convert to, words
+WRONG = [
+    ("M*-", "*-", "[*-]", "layer 0: M, expected nothing"),
+    ("*-*-", "*-*-*-", "gpt", "layer 4: nothing, expected \\*; layer 5: nothing, expected -"),
+    ("*E", "*-", "[*-]", "layer 1: E, expected -"),
+    ("*-", "*E", "[*E]", "layer 1: -, expected E"),
+    ("[*-]", "*-", "gpt", "layer 0: -, expected nothing; layer 1: nothing, expected -"),
+    ("*-/*-", "*-", "gpt", "1 MTP depths, expected 0"),
+    ("*-/*-", "*-/*-/*-", "[*-]/*-/*-", "1 MTP depths, expected 2"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "claimed", "to", "words"), WRONG)
+def test_wrong_pattern_of_the_source(pattern: str, claimed: str, to: str, words: str, tmp_path: Path) -> None:
+    """Layers that the checkpoint has and the pattern has not, or the other way round, or of another kind."""
+    saved(pattern, tmp_path / "a")
+    with pytest.raises(StateError, match=f"{words}.*is that the pattern of this checkpoint"):
+        convert(tmp_path / "a", tmp_path / "b", to, pattern=claimed)
     assert not (tmp_path / "b").exists()
 
 
