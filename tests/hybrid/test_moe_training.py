@@ -269,6 +269,32 @@ def test_a_hook_that_comes_too_late_is_an_error() -> None:
         out.backward()
 
 
+@pytest.mark.parametrize("hooks", [1, 2])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_several_backwards_through_one_graph(frozen: bool, hooks: int) -> None:
+    """The value is computed again for each of them, also if nothing in front of it wants a gradient (its own backward does
+    not run then); a second hook is an error either way."""
+    grads = []
+    for recompute in ("norm", "none"):
+        layer = layer_of(MoELayer, recompute=recompute)
+        assert isinstance(layer, MoELayer)
+        layer.norm.weight.requires_grad_(not frozen)
+        rows, counts, *kept = layer.before_dispatch(torch.ones(2, 9, 32).cumsum(1).requires_grad_(not frozen))
+        discarded = layer._discarded
+        out = layer.combine(layer.exchange(rows, counts), *kept)
+        if discarded is not None and hooks == 2:
+            discarded.discard(out)
+            with pytest.raises(StateError, match="exactly one hook belongs to it"):
+                out.sum().backward()
+            return
+        for step in range(3):
+            out.square().sum().backward(retain_graph=step < 2)
+        grads.append([p.grad for p in layer.parameters()])
+    for a, b in zip(*grads, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (torch.equal(a, b) and bool(a.any()))  # type: ignore[arg-type]
+
+
 def test_inside_a_graph_nothing_holds_the_norm_s_output() -> None:
     """`not_kept`: when the consumers have run, the value's memory is gone; the backward computes it again, bit for bit."""
     norm = RMSNorm(32, HybridConfig())
