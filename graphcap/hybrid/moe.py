@@ -277,6 +277,17 @@ class MoELayer(HybridLayer):
         """The weights of this rank's experts that are not frozen."""
         return (weight for weight in self.routed_experts.parameters() if weight.requires_grad)
 
+    def need_backward_dw(self) -> bool:
+        """False: `backward_dw` passes the call on to modules below. PlanError, to `graphcap.capture` which asks this, while
+        weight gradients are delayed."""
+        if self.delayed:
+            raise PlanError(
+                f"capture of layer {self.layer_number} ('E') with delayed weight gradients: which experts have any depends "
+                "on the data, and a capture runs those of the sample. Capture without delayed_wgrad, or under an overlapped "
+                "schedule: OverlapSchedule(model, delay_wgrad=True).capture_graphs(...)"
+            )
+        return False
+
     def delay_experts(self, delayed: bool) -> None:
         """Delay the routed experts' weight gradients, or don't; those of the shared expert stay as they are."""
         set_delayed(self.routed_experts, delayed)

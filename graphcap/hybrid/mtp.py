@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphcap.hybrid.config import HybridConfig
-from graphcap.hybrid.layers import HybridLayer, RMSNorm, linear
+from graphcap.hybrid.layers import HybridLayer, RMSNorm, linear, static_part
 from graphcap.hybrid.quantization import Quantization
 from graphcap.hybrid.stack import build_layers
 from graphcap.partial_layer import GRAPHED, Part, PartialLayer, nested
@@ -43,10 +43,20 @@ class MTPDepth(PartialLayer):
         self.final_layernorm = RMSNorm(config.hidden, config)
         signature = f"hidden{config.first_microbatch} -> hidden"
         inner = [nested(f"mtp_model_layer.layers.{i}", signature) for i in range(len(config.layers.mtp))]
-        self._parts = (GRAPHED("enter", "hidden, embedded -> hidden"), *inner, GRAPHED("leave", "hidden -> hidden"))
+        self._rest = (*inner, GRAPHED("leave", "hidden -> hidden"))
 
     def parts(self) -> Sequence[Part]:
-        return self._parts
+        return (static_part("enter", "hidden, embedded -> hidden", delayed=self.eh_proj.delayed), *self._rest)
+
+    def need_backward_dw(self) -> bool:
+        """False: `backward_dw` passes the call on to modules below, and has no work of its own."""
+        return False
+
+    def backward_dw(self) -> None:
+        """The delayed weight gradients of one backward, the last layer first, the projection at the end."""
+        for layer in reversed(list(self.physical_layers())):
+            layer.backward_dw()
+        self.eh_proj.backward_dw()
 
     def enter(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Norm both, join, project."""
