@@ -10,7 +10,7 @@ import dataclasses
 import io
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -52,11 +52,11 @@ GROUPS: Final = "optimizer.param_groups"
 GROUP: Final = "optimizer.group."
 """`optimizer.group.<published key>`: the number of the parameter's group, where there are several."""
 
-Model = nn.Module | tuple[nn.Module, ...]
+Model = nn.Module | Sequence[nn.Module]
 
 
 def save(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write the weights of a HybridModel, a HybridChunk (a pipeline stage), a tuple of chunks, a GPTModel, or what
+    """Write the weights of a HybridModel, a HybridChunk (a pipeline stage), several chunks (a rank's), a GPTModel, or what
     `capture` made of them, into the folder `path`; with an optimizer its state too. Scales and amax histories of quantised
     layers go along, under the keys `..._extra_state`.
 
@@ -383,7 +383,7 @@ def _write_optimizer(optimizer: torch.optim.Optimizer, pieces: Pieces, states: S
 def _holders(model: Any) -> tuple[Holder, ...]:
     if isinstance(model, Graphed):
         model = model.module
-    found = tuple(model) if isinstance(model, tuple | nn.ModuleList) else (model,)
+    found = tuple(model) if isinstance(model, tuple | list | nn.ModuleList) else (model,)
     if not found or not all(isinstance(one, HybridChunk | GPTModel) for one in found):
         names = ", ".join(type(one).__name__ for one in found)
         raise PlanError(f"a checkpoint of {names or 'nothing'}: expected a HybridModel, its chunks, or a GPTModel")

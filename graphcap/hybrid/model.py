@@ -16,7 +16,7 @@ from graphcap.hybrid.config import HybridConfig
 from graphcap.hybrid.grammar import pattern_error
 from graphcap.hybrid.layers import HybridLayer, RMSNorm, linear, normal, static_part
 from graphcap.hybrid.moe import MoELayer
-from graphcap.hybrid.mtp import IGNORED_LABEL, MTPBlock, depth_targets, mean_cross_entropy, roll_left
+from graphcap.hybrid.mtp import IGNORED_LABEL, MTPBlock, depth_targets, masked, mean_cross_entropy, roll_left
 from graphcap.hybrid.quantization import Quantization, read_states
 from graphcap.hybrid.stack import LayerGroup, build_layers
 from graphcap.hybrid.tracker import MTP_LOSS, LayerTracker, attach_loss
@@ -277,9 +277,7 @@ class HybridChunk(PartialLayer):
         logits = self.output_layer(hidden)
         if labels is None:
             return HybridOutput(None, logits)
-        if loss_mask is not None:
-            labels = labels.masked_fill(~loss_mask, IGNORED_LABEL)
-        return HybridOutput(self.language_model_loss(labels, logits), logits)
+        return HybridOutput(self.language_model_loss(masked(labels, loss_mask), logits), logits)
 
     def language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Mean cross entropy over the tokens whose label is not -100, in at least float32."""
