@@ -143,8 +143,8 @@ def read_metadata(folder: Path) -> Metadata:
     """What a checkpoint holds; StateError if there is none."""
     try:
         return FileSystemReader(folder).read_metadata()
-    except (OSError, EOFError, ValueError) as error:
-        raise StateError(f"{folder} is no checkpoint that can be read: {error}") from error
+    except Exception as error:  # the metadata are a pickle: where that is damaged, any class of error comes
+        raise StateError(f"{folder} is no checkpoint that can be read: {type(error).__name__}: {error}") from error
 
 
 def read(folder: Path, keys: list[str]) -> dict[str, Any]:

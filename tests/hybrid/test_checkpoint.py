@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphcap import PatternError, PlanError, StateError, capture
-from graphcap.hybrid import GPTModel, HybridConfig, HybridModel, MoELayer, load, save
+from graphcap.hybrid import GPTModel, HybridConfig, HybridModel, MoELayer, convert, load, save
 from graphcap.hybrid.checkpoint import read, read_config, read_metadata, write
 from graphcap.hybrid.keys import expected_pieces, pieces_of
 
@@ -258,11 +258,17 @@ def test_all_differences_at_once_and_nothing_written(tmp_path: Path) -> None:
     assert_same(before, target)
 
 
-def test_a_damaged_file_leaves_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["cut", "noise", "gone"])
+def test_a_damaged_file_leaves_the_model(how: str, tmp_path: Path) -> None:
     model = model_of("*-")
     save(model, tmp_path)
     (file,) = tmp_path.glob("*.distcp")
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    if how == "cut":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    elif how == "noise":
+        file.write_bytes(bytes(file.stat().st_size))
+    else:
+        file.unlink()
     target = model_of("*-", seed=2)
     before = copy.deepcopy(target)
     with pytest.raises(StateError, match="nothing has been loaded"):
@@ -287,12 +293,16 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("what", ["none", "file"])
-def test_no_checkpoint(what: str, tmp_path: Path) -> None:
-    if what == "file":
-        (tmp_path / ".metadata").write_bytes(b"")
-    with pytest.raises(StateError, match="no checkpoint that can be read"):
-        load(model_of("*-"), tmp_path)
+DAMAGED = {"empty": b"", "text": b"garbage bytes", "bytes": bytes(range(256)), "other": b"}.", "class": b"cnot_there\nX\n."}
+
+
+@pytest.mark.parametrize("metadata", [None, *DAMAGED.values()], ids=["none", *DAMAGED])
+def test_no_checkpoint(metadata: bytes | None, tmp_path: Path) -> None:
+    if metadata is not None:
+        (tmp_path / ".metadata").write_bytes(metadata)
+    for attempt in (lambda: load(model_of("*-"), tmp_path), lambda: convert(tmp_path, tmp_path / "b", "[*-]", pattern="*-")):
+        with pytest.raises(StateError, match="no checkpoint that can be read"):
+            attempt()
 
 
 def test_not_over_another_one(tmp_path: Path) -> None:
