@@ -191,6 +191,28 @@ def test_a_whole_model(pattern: str, training: bool) -> None:
         assert a is None or torch.equal(a, b)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_delayed_under_autocast(inside: bool) -> None:
+    """The backward may run inside the region or behind it."""
+    torch.manual_seed(3)
+    model = HybridModel(HybridConfig(pattern="M[*E]-/*-", shared_ffn=24, init_std=0.2))
+    twin = copy.deepcopy(model)
+    for step in range(3):
+        tokens = torch.arange(24).view(2, 12) + step
+        for one, delayed in ((model, True), (twin, False)):
+            with delayed_wgrad(one, delayed):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = one(tokens, tokens).loss
+                    if inside:
+                        loss.backward()
+                if not inside:
+                    loss.backward()
+                one.backward_dw()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
 def test_a_tied_weight_is_not_delayed() -> None:
     torch.manual_seed(3)
     model = HybridModel(HybridConfig(pattern="M-", tie_embeddings=True))
