@@ -82,8 +82,8 @@ def ssd_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, 
         state[t] = exp(dt[t] a) state[t-1] + dt[t] B[t] x[t]^T        y[t] = C[t]^T state[t] + d x[t]
 
     x: [batch, sequence, heads, head_dim]; dt: [batch, sequence, heads], positive; a (negative), d: [heads];
-    b, c: [batch, sequence, groups, state]. All of one dtype, at least float32; at least one token, else PlanError. The result
-    is shaped as x.
+    b, c: [batch, sequence, groups, state]. All of one dtype, at least float32; at least one token, else PlanError. The
+    result is shaped as x.
     Inside a block all tokens at once, by matrix products; from block to block the state is carried in a Python loop,
     whose length is a shape, not data: a graph holds it.
     """
