@@ -45,7 +45,7 @@ from graphcap._plan import PartPlan, Sample, UnitPlan
 from graphcap._quantization import Session
 from graphcap._recompute import Again
 from graphcap._record_again import SecondForward
-from graphcap._shared_memory import idle_parts, loosened, static_bytes
+from graphcap._shared_memory import idle_parts, loosened, released, static_bytes
 from graphcap._tensors import TensorSpec, compact, empty_static, flatten, same_constant, unflatten
 from graphcap.backends.base import Backend, Graph, Pool, unless_empty
 from graphcap.errors import CaptureError, GraphcapError
@@ -143,6 +143,7 @@ class Recorder:
             pool.poison()
         static, saved = static_bytes(plan, [s for unit_sets in sets for s in unit_sets], self.buffers.values())
         plan = replace(plan, static_bytes=static, shared_bytes=saved, recompute_saves=self.saved, idle=idle_parts(sets))
+        plan, sets = released(plan, sets)
         return CaptureSet(plan, self.facts.parameters, sets, self.buffers, pools, tuple(kept), self.operations)
 
     def _settle(self, key: tuple[int, int], work: _Work) -> None:
@@ -328,9 +329,13 @@ class Recorder:
         made = work.statics[index]
         assert made is not None
         output, strides = made.outputs[place], made.facts.grad_strides[made.facts.grad_outputs.index(place)]
-        own = partial(self._arrival, (work.sample.slot, index, place), output, strides)
+        slot = work.sample.slot
         # A W step reads the arrived gradients again, long after others have written theirs.
-        if Phase.W in phases or work.facts.delayed:
+        put_off = Phase.W in phases or work.facts.delayed
+        # Callables that share a pool run one inside the other, so what arrives at one is used up before the next.
+        where = (-1 - self.plan.pool_of(slot), 0, place) if self.plan.pools and not put_off else (slot, index, place)
+        own = partial(self._arrival, where, output, strides)
+        if put_off:
             return own()
         for later in work.statics[index + 1 :]:
             if later is None:
@@ -347,7 +352,8 @@ class Recorder:
     def _arrival(
         self, where: tuple[int, int, int], output: torch.Tensor, strides: tuple[int, ...]
     ) -> torch.Tensor:
-        """Memory for an arriving gradient: one for all graph sets that take turns in a slot."""
+        """Memory for an arriving gradient: one for all graph sets that take turns in a slot, or a pool. where: (slot, or
+        -1 - pool, part, output)."""
         key = (*where, output.shape, strides, output.dtype, output.device)
         if key not in self.arrivals:
             made = torch.empty_strided(output.shape, strides, dtype=output.dtype, device=output.device)

@@ -26,8 +26,8 @@ PIPELINE_RANKS: Final = 2  # the schedules are those of rank 0 of two; the chain
 class DemoSettings:
     """What to run. None: device is cuda where there is one; microbatches 1 without a schedule, else 4; chunks 1, or 2
     for interleaved; schedule none, or interleaved with fp8; dtype float32, or bfloat16 with Transformer Engine. tokens:
-    bytes per microbatch. fp8: the layers' products in FP8 with delayed scaling and cached weights, by Transformer Engine where it
-    is installed and the device is a GPU, else by the reference in plain torch."""
+    bytes per microbatch. fp8: the layers' products in FP8 with delayed scaling and cached weights, by Transformer Engine
+    where it is installed and the device is a GPU, else by the reference in plain torch."""
 
     steps: int = 20
     pattern: str = "[M*E][M*E]"

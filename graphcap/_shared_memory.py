@@ -14,7 +14,9 @@ import torch
 
 from graphcap import _torch_private as private
 from graphcap._capture_set import BackwardGraph, GraphSet, PartGraphs
-from graphcap._plan import CapturePlan
+from graphcap._facts import PartFacts
+from graphcap._plan import CapturePlan, Sample
+from graphcap._tensors import flatten, unflatten
 from graphcap.order import Phase
 
 
@@ -95,6 +97,42 @@ def idle_parts(sets: Sequence[Sequence[GraphSet]]) -> frozenset[tuple[int, int]]
         for index, part in enumerate(unit[0].parts if unit else ())
         if part is not None and part.forward.empty
     )
+
+
+# ------------------------------------------------------------------------------------------------------------- release
+
+
+def released(
+    plan: CapturePlan, sets: Sequence[Sequence[GraphSet]]
+) -> tuple[CapturePlan, tuple[tuple[GraphSet, ...], ...]]:
+    """The same without what recording alone has read, which would stay in memory as long as the graphs do: the tensors of
+    the samples (on the meta device instead) and what eager parts made in warm-up."""
+    units = {id(unit): replace(unit, samples=tuple(map(_without_tensors, unit.samples))) for unit in plan.units}
+    facts: dict[int, PartFacts] = {}
+
+    def of_part(seen: PartFacts) -> PartFacts:
+        return facts.setdefault(id(seen), replace(seen, values=()))
+
+    def of_set(graph_set: GraphSet) -> GraphSet:
+        unit = units[id(graph_set.unit)]
+        return replace(
+            graph_set,
+            unit=unit,
+            facts=replace(graph_set.facts, unit=unit, parts=tuple(map(of_part, graph_set.facts.parts))),
+            parts=tuple(part and replace(part, facts=of_part(part.facts)) for part in graph_set.parts),
+        )
+
+    plan = replace(plan, units=tuple(units[id(unit)] for unit in plan.units))
+    return plan, tuple(tuple(map(of_set, unit_sets)) for unit_sets in sets)
+
+
+def _without_tensors(sample: Sample) -> Sample:
+    leaves, structure = flatten((sample.args, sample.kwargs))
+    args, kwargs = unflatten(
+        structure,
+        [torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
+    )
+    return replace(sample, args=args, kwargs=kwargs)
 
 
 # --------------------------------------------------------------------------------------------------------------- bytes

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -116,6 +117,7 @@ def neutral_dispatch() -> Iterator[None]:
         yield
 
 
+@cache
 def is_composite(func: torch._ops.OpOverload) -> bool:
     """Whether the operator is only a recipe of others (it reaches a dispatch mode whole under inference mode).
 
@@ -302,6 +304,39 @@ def compiler_stance(stance: str) -> Iterator[None]:
         return
     with torch.compiler.set_stance(stance):
         yield
+
+
+@contextmanager
+def before_compiled(decide: Callable[[str, bool], bool]) -> Iterator[None]:
+    """Inside, `decide(name, is_plain)` is asked before a function made by torch.compile runs; False has it run uncompiled,
+    and Dynamo not hear of it. is_plain: its backend is one that runs the traced operators as they are."""
+    from torch._dynamo import eval_frame
+
+    frames: Any = eval_frame
+    original = frames._callback_from_stance
+
+    def asked(callback: Any) -> Any:
+        found = original(callback)
+        if found is None or found is False:
+            return found
+        backend, names = callback, ""
+        while backend is not None:
+            names += getattr(backend, "__name__", "")
+            backend = _wrapped_backend(backend)
+        function = sys._getframe(1).f_locals.get("fn")
+        name = getattr(function, "__qualname__", None) or type(function).__name__
+        return found if decide(name, "eager" in names) else None
+
+    frames._callback_from_stance = asked
+    try:
+        yield
+    finally:
+        frames._callback_from_stance = original
+
+
+def _wrapped_backend(backend: Any) -> Any:
+    """What a wrapper of Dynamo's holds (until 2.11 or so `_torchdynamo_orig_callable`), or None."""
+    return getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "_torchdynamo_orig_callable", None))
 
 
 def is_refused_compilation(error: BaseException) -> bool:

@@ -210,7 +210,7 @@ class _Twins:
 
 
 def _build(chosen: ResolvedSettings) -> HybridModel:
-    """Built from the seed, not copied: modules of Transformer Engine can't be copied."""
+    """Built from the seed, not copied: modules of Transformer Engine that have run can't be."""
     torch.manual_seed(chosen.settings.seed)
     with torch.device(chosen.device):
         return HybridModel(chosen.config)

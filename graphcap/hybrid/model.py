@@ -317,7 +317,10 @@ class HybridChunk(PartialLayer):
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy whose quantised layers have a manager of their own: the first thing that is copied."""
+        """A copy whose quantised layers have a manager of their own: the first thing that is copied. StateError for modules
+        of Transformer Engine that have run."""
+        if self.quantization is not None:
+            self.quantization.check_copy(self)
         copy.deepcopy(self.quantization, memo)
         made = type(self).__new__(type(self))
         memo[id(self)] = made

@@ -223,8 +223,10 @@ class MoELayer(HybridLayer):
             return self._noting(done, (self.grouped,))
         assert per_expert is not None
         if self.te_grouped:
-            computed: Tensor = self.te_experts(rows, per_expert, first) if rows.shape[0] else rows
+            computed: Tensor = self.te_experts(rows, per_expert, first)
             return computed
+        for mlp in self.expert_mlps:  # also those without rows
+            self.context.register(mlp)
         pieces = torch.split(rows, list(per_expert))
         ran = [(mlp, piece) for mlp, piece in zip(self.expert_mlps, pieces, strict=True) if piece.shape[0]]
         made = torch.cat([mlp(piece, first) for mlp, piece in ran]) if ran else rows

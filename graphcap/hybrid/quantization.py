@@ -65,6 +65,15 @@ class Quantization:
         )
         return region
 
+    def check_copy(self, model: nn.Module) -> None:
+        """StateError where a copy of `model` would keep scales that nothing updates."""
+        state = self.state(model) if self.manager is None else None
+        if state is not None and any(map(state.is_registered, state.owners(model))):
+            raise StateError(
+                "a copy of a model whose Transformer Engine modules have run: they note where they are registered for "
+                "reductions, and copies would take over the note but not the place. Build twice from one seed, or copy first"
+            )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Quantization:
         made = Quantization(self.config)
         if self.manager is not None:
@@ -109,6 +118,14 @@ class LayerContext:
                 f"{self.name} ({type(layer).__name__}) is quantised and runs outside of an autocast region: call the model "
                 "inside `with model.autocast():`, and capture it with quantization=model.config.quant_spec"
             )
+
+    def register(self, module: nn.Module) -> None:
+        """The reference's layers under `module` take part in reductions from here on, in this order, run or not: the ranks
+        of a group must agree on what they reduce, and which experts get rows differs from rank to rank."""
+        manager = None if self.quantization is None else self.quantization.manager
+        if manager is not None:
+            for owner in manager.owners(module):
+                manager.prepare(owner, manager.current())
 
     def linear(self, weight: nn.Parameter) -> nn.Module:
         """y = x W^T for a weight [outputs, inputs], called with (x, is_first_microbatch)."""
@@ -169,7 +186,11 @@ class TeExperts(nn.Module):
         self._set_padding(len(numbers))
 
     def forward(self, rows: Tensor, counts: Sequence[int], first: bool | None = None) -> Tensor:
-        """rows: [R, hidden]; counts: rows per expert, on the host; their sum is R, at least 1."""
+        """rows: [R, hidden]; counts: rows per expert, on the host; their sum is R. Without any row the products run on rows
+        of zeros: the modules must take part in the reductions of their group, which ranks with rows wait in."""
+        if rows.shape[0] == 0:
+            padding = [ALIGNMENT] + [0] * (self.experts - 1)
+            return self.forward(F.pad(rows, (0, 0, 0, ALIGNMENT)), padding, first)[:0]
         splits = list(counts)
         padded, sizes = self.pad(rows, splits)
         gate, up = self.gate_up(padded, sizes, is_first_microbatch=first).chunk(2, dim=-1)

@@ -149,7 +149,7 @@ def not_kept(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor)
 
     def pack(saved: Tensor) -> Tensor | tuple[Sequence[int], Sequence[int], int]:
         if saved.numel() == 0 or saved.untyped_storage().data_ptr() != place:
-            return saved
+            return saved.detach()  # a node that saved its own output would keep itself alive; torch restores the rest
         return saved.size(), saved.stride(), int(saved.storage_offset())
 
     def unpack(kept: Tensor | tuple[Sequence[int], Sequence[int], int]) -> Tensor:

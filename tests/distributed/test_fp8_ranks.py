@@ -15,8 +15,11 @@ import torch.multiprocessing as mp
 import graphcap
 from graphcap.fp8_meta import QuantSpec
 from graphcap.fp8_reference import RefFp8Linear, RefManager, RefRecipe
+from graphcap.hybrid import HybridConfig, HybridModel, shard_experts
 from graphcap.order import Order
 from tests.fp8.test_breaking_layer import TOKENS, WIDTH, Eager, built, quantised, run
+from tests.hybrid import quantized as side_by_side
+from tests.hybrid.quantized import INTERLEAVED, eager_side, graphed_side, model_of
 
 RECIPE = RefRecipe(history_len=4, algo="most_recent")
 
@@ -122,3 +125,48 @@ def test_breaking_layers_reduce_over_their_group() -> None:
         seen = dict(results)
     assert seen[0] == seen[1]
     assert any(scale != 1.0 for value in seen[0].values() for scale in value)
+
+
+def hybrid_on_rank(rank: int, port: int, results: Any) -> None:
+    """Four tokens for four experts, other ones on each rank: some expert has no rows on one rank and some on the other."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    try:
+        config = HybridConfig(
+            pattern="[*E]|-", hidden=16, head_dim=4, expert_ffn=16, ffn=16, top_k=1, max_sequence=4, init_std=0.1,
+            quantization="reference", recipe=RefRecipe(history_len=4), amax_group=dist.new_group([0, 1]), cache_weights=True,
+        )  # fmt: skip
+        for sharded in (False, True):
+            models = [model_of(config) for _ in range(2)]
+            if sharded:
+                models = [shard_experts(model) for model in models]  # type: ignore[misc]
+            ours, theirs = graphed_side(models[0], INTERLEAVED), eager_side(models[1], INTERLEAVED)
+            for number in range(2):
+                made = [side_by_side.step(side, INTERLEAVED, 100 * rank + number) for side in (ours, theirs)]
+                side_by_side.assert_equal(number, *made)
+            results[f"{rank} {sharded}"] = scales_by_name(models[0])
+    finally:
+        dist.destroy_process_group()
+
+
+def scales_by_name(model: HybridModel) -> dict[str, list[float]]:
+    states = model.quantized_states()
+    return {name: [*state["scale_fwd"].tolist(), *state["scale_bwd"].tolist()] for name, state in states.items()}
+
+
+@pytest.mark.timeout(240)
+def test_the_hybrid_model_reduces_over_its_group() -> None:
+    """Experts that had no rows on one rank take part in its reductions: data-parallel ranks, ranks that share experts."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(hybrid_on_rank, args=(port, results), nprocs=2)
+        seen = dict(results)
+    assert seen["0 False"] == seen["1 False"]
+    assert any(".expert_mlps." in name and 1.0 not in scales for name, scales in seen["0 False"].items())
+    for name, values in seen["0 True"].items():
+        assert ".expert_mlps." in name or seen["1 True"][name] == values != [1.0, 1.0, 1.0]
+    assert {name.split(".")[3] for rank in "01" for name in seen[f"{rank} True"] if ".expert_mlps." in name} == {*"0123"}

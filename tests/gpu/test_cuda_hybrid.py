@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from graphcap import capture
+from graphcap.fp8_reference import RefRecipe
 from graphcap.hybrid import HybridConfig, HybridModel, load, save
+from graphcap.testing import deterministic
+from tests.hybrid.quantized import INTERLEAVED, assert_alive, assert_equal, eager_side, graphed_side, model_of, step
 from tests.hybrid.side_by_side import train
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +31,29 @@ pytestmark = pytest.mark.gpu
 def test_graphs_on_equals_graphs_off(pattern: str, chunks: int, more: dict[str, Any], dtype: torch.dtype) -> None:
     model = train(HybridConfig(pattern=pattern, max_sequence=64, dtype=dtype, **more), chunks=chunks, device="cuda")
     assert model.tracker.report().mtp_loss.records == 20 * (4 if chunks > 1 else 2) * model.config.layers.mtp_depth
+
+
+@pytest.mark.parametrize("kind", ["delayed", "current"])
+def test_quantised_by_the_reference(kind: Any) -> None:
+    """CUDA graphs of the reference's FP8 layers beside eager ones: cached weights, an interleaved order, scales too."""
+    config = HybridConfig(
+        pattern="[M*E]|[*-]",
+        max_sequence=64,
+        dtype=torch.bfloat16,
+        shared_ffn=32,
+        quantization="reference",
+        recipe=RefRecipe(kind=kind, history_len=4),
+        cache_weights=True,
+    )
+    with deterministic("cuda"):
+        ours = graphed_side(model_of(config, "cuda"), INTERLEAVED)
+        theirs = eager_side(model_of(config, "cuda"), INTERLEAVED)
+        seen = []
+        for number in range(5):
+            seen.append(step(ours, INTERLEAVED, number))
+            assert_equal(number, seen[-1], step(theirs, INTERLEAVED, number))
+    if kind == "delayed":
+        assert_alive(ours.model, seen)
 
 
 def test_a_captured_model_goes_on_with_what_was_loaded(tmp_path: Path) -> None:

@@ -428,6 +428,20 @@ def test_inside_a_graph_nothing_holds_the_norm_s_output() -> None:
     assert all(bool(grad.any()) for grad in found)
 
 
+def test_inside_a_graph_no_node_keeps_itself_alive() -> None:
+    """A node that saves its own output (softmax) through a hook that hands on the very tensor is never freed."""
+    norm = RMSNorm(32, HybridConfig())
+    source = torch.randn(2, 9, 32, requires_grad=True)
+    with not_kept(norm.normed, source, norm.weight) as value:
+        made = value.softmax(-1)
+    held = weakref.ref(made.untyped_storage())
+    torch.autograd.grad(made.sum(), source, retain_graph=True)
+    assert held() is not None
+    del value, made
+    gc.collect()
+    assert held() is None
+
+
 def test_a_model_with_shared_out_experts_is_copied() -> None:
     """With a group of its own, which can't be copied: the copy lives on the same ranks."""
 

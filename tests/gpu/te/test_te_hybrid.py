@@ -3,6 +3,7 @@ te.GroupedLinear. The judge is the same model without graphs, after it has been 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from graphcap import Order, PlanError, StateError, demo
 from graphcap._demo_sides import Value
+from graphcap.fp8_meta import find
 from graphcap.hybrid import HybridConfig, HybridModel, delayed_wgrad, load, save
 from graphcap.testing import deterministic
 from tests.gpu.te.kit import recipe
@@ -95,7 +97,8 @@ def test_it_is_quantised() -> None:
             quantised = low(tokens, is_first_microbatch=True).logits
         plain = high(tokens).logits
     assert not torch.equal(quantised, plain)
-    torch.testing.assert_close(quantised, plain, rtol=0.2, atol=0.2 * float(plain.abs().max()))
+    # Not element by element: a token whose experts were nearly tied may have gone to another one.
+    assert float((quantised - plain).norm() / plain.norm()) < 0.2
     assert low.get_parameter("decoder.layers.0.layers.2.router_weight").dtype is torch.float32
     assert all(".router" not in name for name in low.quantized_states())
 
@@ -135,6 +138,31 @@ def test_checkpoint_of_another_history_is_refused(tmp_path: Path) -> None:
     longer = config_of("[*E]", recipe=recipe("delayed", amax_history_len=8))
     with pytest.raises(StateError, match=r"hist_fwd \[4, 3\]"):
         load(model_of(longer, "cuda"), tmp_path)
+
+
+def test_experts_without_any_row() -> None:
+    """As on a rank that got no rows: nothing comes out, gradients are zero, and the modules take part in reductions."""
+    config = config_of("E")
+    experts = model_of(config, "cuda").decoder.layers[0].te_experts
+    state = find([experts])
+    assert state is not None
+    rows = torch.zeros(0, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with state.autocast(config.quant_spec):
+        made = experts(rows, [0] * config.experts, True)
+    assert made.shape == (0, 128)
+    made.sum().backward()
+    assert all(state.is_registered(owner) for owner in state.owners(experts))
+    for name, parameter in experts.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_a_copy_is_refused_once_it_has_run() -> None:
+    """A copied module would believe that it is registered: its scales would never move."""
+    model = model_of(config_of("*"), "cuda")
+    step(eager_side(model, ONE), ONE, 0)
+    with pytest.raises(StateError, match="Build twice from one seed"):
+        copy.deepcopy(model)
 
 
 def test_outside_of_a_region_is_refused() -> None:
