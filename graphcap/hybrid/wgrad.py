@@ -74,7 +74,12 @@ class DelayedLinear(nn.Linear):
         """x: [..., inputs]. is_first_microbatch: of quantised layers, which are called alike; it changes nothing here."""
         if not (self.delayed and torch.is_grad_enabled() and self.weight.requires_grad):
             return F.linear(x, self.weight)
-        out: Tensor = _Linear.apply(x, _alias(self.weight), (self.weight,), self.outstanding)  # type: ignore[no-untyped-call]
+        alias, kind = _alias(self.weight), x.device.type
+        if torch.is_autocast_enabled(kind) and torch.float64 not in (x.dtype, alias.dtype):
+            # Here as autocast does it, so that the backward, which may run outside, finds all of one dtype.
+            dtype = torch.get_autocast_dtype(kind)
+            x, alias = x.to(dtype), _alias(self.weight.to(dtype))
+        out: Tensor = _Linear.apply(x, alias, (self.weight,), self.outstanding)  # type: ignore[no-untyped-call]
         return out
 
     def need_backward_dw(self) -> bool:
@@ -91,7 +96,7 @@ class DelayedLinear(nn.Linear):
             grad = self.outstanding.run_next()
             for _ in range(uses - 1):
                 grad = grad + self.outstanding.run_next()
-            accumulate(self.weight, grad)
+            accumulate(self.weight, grad.to(self.weight.dtype))
 
 
 def _alias(weight: Tensor) -> Tensor:
