@@ -279,7 +279,7 @@ class BoundPart:
         results = self._results(flight, phase, choice)
         flight.done.add((self.index, phase))
         if flight.hold is not None and choice.graph is not None:
-            flight.chosen[self.index] = choice.graph.pattern
+            flight.chosen[self.index], flight.reached[self.index] = choice.graph.pattern, choice.reached
             flight.hold(flight)
         if self.added and phase is not Phase.I:
             self._fire_hooks(choice.reached)
@@ -306,6 +306,8 @@ class BoundPart:
                 f"part {self.facts.part.name}: a second backward through one forward. Capture with "
                 "CaptureConfig(retain_graph=True) to allow it"
             )
+        if flight.hold is not None and phase is Phase.B and self.facts.delayed is not None:
+            _delayed.require_turn(self.index, flight.done, self.facts.part.name)
 
     def _choose(self, phase: Phase, pattern: Pattern) -> _Choice:
         """Where no graph was recorded for just the gradients that arrived, the one for all outputs runs on zeros, and what
@@ -393,20 +395,22 @@ class BoundPart:
         self._replay(graph, flight)
         for delivery, gradient in zip(delayed.deliveries, graph.results, strict=True):
             assert gradient is not None
-            self._deliver(delivery, gradient)
+            if self._is_reached(flight, delivery.index):
+                _delayed.deliver(
+                    self._real[delivery.index], gradient, delivery.mode, aliased=delivery.index in self.aliased
+                )
         flight.done.add((self.index, Phase.W))
+        missed = {id(self._real[i]) for i in self.facts.parameters if not self._is_reached(flight, i)}
         for owner in delayed.owners:
-            _delayed.fire(owner)
+            own = {id(parameter) for parameter in owner.parameters()}
+            if not own or not own <= missed:
+                _delayed.fire(owner)
 
-    def _deliver(self, delivery: _delayed.Delivery, gradient: torch.Tensor) -> None:
-        real = self._real[delivery.index]
-        if real.grad is not None and delivery.mode == "keep":
-            return
-        if real.grad is not None and delivery.mode == "add":
-            with torch.no_grad():
-                real.grad.add_(gradient)
-            return
-        real.grad = gradient.detach() if delivery.index in self.aliased else gradient.clone()
+    def _is_reached(self, flight: Flight, index: int) -> bool:
+        """Whether the gradients that arrived lead to a parameter. Where no edge of autograd's does, who can say."""
+        if index not in self.facts.parameters:
+            return True
+        return len(self.facts.grad_inputs) + self.facts.parameters.index(index) in flight.reached[self.index]
 
     def _require_main_grads(self) -> None:
         for parameter, grad, address, name in self._main_grads:

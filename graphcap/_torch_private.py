@@ -156,6 +156,12 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def backward_number() -> int:
+    """A number that is the running backward pass's alone; call it from inside one."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
 def node_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` without the look at every argument for a dead functorch wrapper, which costs as much as the rest
     where a node has many parameters. Under a functorch transform it is `function.apply` itself, which refuses."""
