@@ -204,9 +204,7 @@ class Trial:
         return DelayedWork(owners, tuple(Delivery(index, mode) for index, mode in sorted(modes.items())))
 
 
-def collect(
-    owners: Sequence[nn.Module], parameters: Parameters, given: dict[int, torch.Tensor]
-) -> dict[int, torch.Tensor]:
+def collect(owners: Sequence[nn.Module], parameters: Parameters, given: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Run the put-off work on aliases whose `.grad` is `given`, else None; what is there afterwards, by parameter."""
     for index, value in given.items():
         parameters.alias[index].grad = value

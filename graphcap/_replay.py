@@ -106,9 +106,7 @@ class BoundPart:
         self.retain = capture.plan.config.retain_graph
         linked = graphs.linked
         self.incoming = Copies([memory_of(n, static) for n, static in enumerate(graphs.inputs) if not linked[n]])
-        self.arriving = Copies(
-            [memory_of(n, g) for n, g in zip(self.facts.grad_outputs, graphs.grad_outputs, strict=False)]
-        )
+        self.arriving = Copies([memory_of(n, g) for n, g in zip(self.facts.grad_outputs, graphs.grad_outputs, strict=False)])
         self.leaving = frozenset() if alias_outputs else _leaving(self.facts)
         real = self._real = capture.parameters.real
         deliveries = () if self.facts.delayed is None else self.facts.delayed.deliveries
@@ -275,7 +273,7 @@ class BoundPart:
         if choice.graph is not None:  # a part without parameters has nothing to do in a W step but to hand on
             self._replay(choice.graph, flight)
             if self.quantized is not None:
-                self.quantized.after(flight.tickets[self.index])
+                self.quantized.after(flight.tickets[self.index], None if all(pattern) else self._missed(choice.reached))
         results = self._results(flight, phase, choice)
         flight.done.add((self.index, phase))
         if flight.hold is not None and choice.graph is not None:
@@ -315,9 +313,7 @@ class BoundPart:
         graphs = self.graphs.backward.get(phase, ())
         exact = next((graph for graph in graphs if graph.pattern == pattern), None)
         graph = exact or next((graph for graph in graphs if all(graph.pattern)), None)
-        reached = frozenset().union(
-            *(results for results, there in zip(self.facts.reach, pattern, strict=True) if there)
-        )
+        reached = frozenset().union(*(results for results, there in zip(self.facts.reach, pattern, strict=True) if there))
         choice = self._choices[phase, pattern] = _Choice(graph, reached, *self._ways_out(phase, graph, reached))
         return choice
 
@@ -393,24 +389,22 @@ class BoundPart:
         pattern = flight.chosen[self.index]
         graph = next(graph for graph in self.graphs.backward[Phase.W] if graph.pattern == pattern)
         self._replay(graph, flight)
+        missed = self._missed(flight.reached[self.index])
         for delivery, gradient in zip(delayed.deliveries, graph.results, strict=True):
             assert gradient is not None
-            if self._is_reached(flight, delivery.index):
-                _delayed.deliver(
-                    self._real[delivery.index], gradient, delivery.mode, aliased=delivery.index in self.aliased
-                )
+            real = self._real[delivery.index]
+            if id(real) not in missed:
+                _delayed.deliver(real, gradient, delivery.mode, aliased=delivery.index in self.aliased)
         flight.done.add((self.index, Phase.W))
-        missed = {id(self._real[i]) for i in self.facts.parameters if not self._is_reached(flight, i)}
         for owner in delayed.owners:
             own = {id(parameter) for parameter in owner.parameters()}
             if not own or not own <= missed:
                 _delayed.fire(owner)
 
-    def _is_reached(self, flight: Flight, index: int) -> bool:
-        """Whether the gradients that arrived lead to a parameter. Where no edge of autograd's does, who can say."""
-        if index not in self.facts.parameters:
-            return True
-        return len(self.facts.grad_inputs) + self.facts.parameters.index(index) in flight.reached[self.index]
+    def _missed(self, reached: frozenset[int]) -> set[int]:
+        """The ids of the parameters to which no gradient that arrived leads."""
+        first = len(self.facts.grad_inputs)
+        return {id(self._real[i]) for n, i in enumerate(self.facts.parameters) if first + n not in reached}
 
     def _require_main_grads(self) -> None:
         for parameter, grad, address, name in self._main_grads:

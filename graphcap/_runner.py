@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from graphcap import _delayed, _guards
 from graphcap import _torch_private as private
@@ -276,9 +275,7 @@ class Runner:
     def _finished(self, number: int) -> None:
         self._check_due[number] = True
 
-    def _mismatch(
-        self, number: int, bound: BoundSet, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> str | None:
+    def _mismatch(self, number: int, bound: BoundSet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         grad_mode = torch.is_grad_enabled()
         found = bound.spec.difference(args, kwargs, strict=self.plan.strict, grad_mode=grad_mode and bound.facts.grad)
         if found is not None:
@@ -323,9 +320,7 @@ class Runner:
         self._check_due[number] = not grad
         return None
 
-    def run_own(
-        self, number: int, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
-    ) -> Any:
+    def run_own(self, number: int, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
         """The unit's own code, counted by reason."""
         unit = self.plan.units[number]
         self.stats.eager[reason] += 1

@@ -92,9 +92,7 @@ def memoryless(
 ) -> torch.Tensor:
     """A tensor that answers for its shape, strides, dtype and device; any operator on it raises `used(name)`."""
     make = torch.Tensor._make_wrapper_subclass
-    made: torch.Tensor = make(
-        _Memoryless, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
-    )
+    made: torch.Tensor = make(_Memoryless, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad)
     made.used = used  # type: ignore[attr-defined]
     return made
 

@@ -382,9 +382,7 @@ def split_orders(draw: st.DrawFn) -> tuple[Order, list[int]]:
     done: list[tuple[str, int, int]] = []
     while len(done) < 3 * len(todo):
         ready = [("F", c, m) for c, m in todo if c == 0 or ("F", c - 1, m) in done]
-        ready += [
-            ("I", c, m) for c, m in todo if ("F", c, m) in done and (c == chunks - 1 or ("I", c + 1, m) in done)
-        ]
+        ready += [("I", c, m) for c, m in todo if ("F", c, m) in done and (c == chunks - 1 or ("I", c + 1, m) in done)]
         ready += [("W", c, m) for c, m in todo if ("I", c, m) in done]
         ready = [step for step in ready if step not in done]
         done.append(ready[draw(st.integers(0, len(ready) - 1))])
@@ -496,9 +494,7 @@ def test_any_split_order_at_length(case: tuple[Order, list[int]], where: str, re
 def test_the_delayed_gradients_keep_their_input_alive() -> None:
     """W reads the input: the microbatch after it may not have the buffers before W."""
     signed = [1, -1, 1, -1.5, -1, -1.5]
-    made = graph(
-        (Block(WIDTH),), ((drawn(0),),) * 2, _order=signed, _reuse_graph_input_output_buffers=True, backend="tape"
-    )
+    made = graph((Block(WIDTH),), ((drawn(0),),) * 2, _order=signed, _reuse_graph_input_output_buffers=True, backend="tape")
     assert made[0].plan.slots == 2
 
 
