@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,10 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from graphcap import _torch_private as private
 from graphcap._guards import Parameters
-from graphcap.errors import CaptureError, ModuleError, WarmupError
+from graphcap.errors import CaptureError, ModuleError, ReplayError, WarmupError
+from graphcap.order import Phase
 
-Mode = Literal["assign", "add", "keep"]
+Mode = Literal["assign", "overwrite", "add", "replace", "keep"]
 
 # What TE and Megatron-LM call when a delayed weight gradient is there (it starts the reduction over ranks).
 _FIRE = "_trigger_wgrad_accumulation_and_reduce_hooks"
@@ -29,8 +31,8 @@ _FIRE = "_trigger_wgrad_accumulation_and_reduce_hooks"
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How `backward_dw()` leaves the gradient of one parameter in `.grad`: in place of what is there, added to it, or
-    only where nothing is."""
+    """How `backward_dw()` leaves the gradient of one parameter in `.grad`: in place of what is there ("assign" a tensor of
+    its own, "overwrite" that one), summed with it ("add" in place, "replace" by a new tensor), or only where nothing is."""
 
     index: int
     mode: Mode
@@ -78,6 +80,32 @@ def _owns(module: nn.Module) -> bool:
 def run(owner: nn.Module) -> None:
     """The put-off work, as the module's class does it."""
     type(owner).backward_dw(owner)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EagerWork:
+    """What one backward of an eager call has put off."""
+
+    owners: tuple[nn.Module, ...]
+
+    def run(self) -> None:
+        for owner in self.owners:
+            run(owner)
+
+
+def watch_backward(outputs: Iterable[torch.Tensor], then: Callable[[], None]) -> None:
+    """Call `then` once for every backward pass that reaches one of these outputs of an eager call."""
+    seen: list[int] = []  # the last pass; a pass that failed never ends
+
+    def begin(_: torch.Tensor) -> None:
+        number = private.backward_number()
+        if seen != [number]:
+            seen[:] = [number]
+            private.after_backward(then)
+
+    for output in outputs:
+        if output.requires_grad and not output.is_leaf:
+            output.register_hook(begin)
 
 
 def fire(owner: nn.Module) -> None:
@@ -162,7 +190,9 @@ class Trial:
         self._modes[part] = {
             index: "keep"
             if found.get(index) is given[index] and given[index]._version == versions[index]
-            else _mode(alone, found.get(index), _probe(alone), parameters.names[index])
+            else _placed(
+                _mode(alone, found.get(index), _probe(alone), parameters.names[index]), found[index] is given[index]
+            )
             for index, alone in self._alone[part].items()
         }
 
@@ -174,9 +204,7 @@ class Trial:
         return DelayedWork(owners, tuple(Delivery(index, mode) for index, mode in sorted(modes.items())))
 
 
-def collect(
-    owners: Sequence[nn.Module], parameters: Parameters, given: dict[int, torch.Tensor]
-) -> dict[int, torch.Tensor]:
+def collect(owners: Sequence[nn.Module], parameters: Parameters, given: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Run the put-off work on aliases whose `.grad` is `given`, else None; what is there afterwards, by parameter."""
     for index, value in given.items():
         parameters.alias[index].grad = value
@@ -192,6 +220,36 @@ def collect(
 def _probe(alone: torch.Tensor) -> float:
     largest = alone.abs().nan_to_num(posinf=0).max().item() if alone.numel() else 0
     return 3 * max(1, largest)
+
+
+def require_turn(part: int, done: set[tuple[int, Phase]], name: str) -> None:
+    """One backward is put off at a time: what its weight gradients are made from is in the graph's own memory."""
+    if (part, Phase.B) in done and (part, Phase.W) not in done:
+        raise ReplayError(
+            f"part {name}: a second backward through one forward before the delayed weight gradients of the first, which "
+            "would be lost: call backward_dw() (or the W step) between them"
+        )
+    done.discard((part, Phase.W))
+
+
+def _placed(mode: Mode, same: bool) -> Mode:
+    """`same`: whether the tensor that was in `.grad` is still there."""
+    if same:
+        return "overwrite" if mode == "assign" else mode
+    return "replace" if mode == "add" else mode
+
+
+def deliver(parameter: nn.Parameter, gradient: torch.Tensor, mode: Mode, *, aliased: bool) -> None:
+    """Leave a gradient of the graph's in `.grad` as `backward_dw()` does. aliased: the caller takes the graph's memory."""
+    with torch.no_grad():
+        if parameter.grad is None or mode == "assign":
+            parameter.grad = gradient.detach() if aliased else gradient.clone()
+        elif mode == "add":
+            parameter.grad.add_(gradient)
+        elif mode == "replace":
+            parameter.grad = parameter.grad + gradient
+        elif mode == "overwrite":
+            parameter.grad.copy_(gradient)
 
 
 def _mode(alone: torch.Tensor, found: torch.Tensor | None, probe: float, name: str) -> Mode:

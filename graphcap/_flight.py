@@ -55,7 +55,7 @@ class Flight:
 
     __slots__ = (
         "__weakref__", "again", "chosen", "done", "ending", "finished", "generation", "hold", "input_results", "on_finish",
-        "phase", "side", "tickets",
+        "phase", "reached", "side", "tickets",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +68,7 @@ class Flight:
         self.generation, self.hold, self.side = generation, hold, side
         self.tickets: dict[int, Ticket] = {}  # part -> what it claimed on its forward, where it runs quantised modules
         self.chosen: dict[int, Pattern] = {}  # part -> the pattern of the backward graph that ran
+        self.reached: dict[int, frozenset[int]] = {}  # part -> the results to which the gradients led that arrived
         self.again: dict[int, Remembered] = {}  # part -> of its forward, for recompute
         self.phase = Phase.B
         self.finished = self.ending = False

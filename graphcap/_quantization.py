@@ -82,8 +82,25 @@ class QuantizedPart:
     def before(self, first_microbatch: bool | None, will_backward: bool) -> Ticket:
         return self.state.before_forward(self.plan, self.unit, self.part, first_microbatch, will_backward)
 
-    def after(self, ticket: Ticket) -> None:
+    def after(self, ticket: Ticket, missed: set[int] | None) -> None:
+        """missed: where gradients of some outputs alone arrived, the ids of the parameters that they do not lead to. The
+        layer that ran first reduces in its backward, so where that does not run, nobody does."""
+        if missed is not None and not self._reaches_first(ticket, missed):
+            return
         self.state.after_backward(ticket)
+
+    def _reaches_first(self, ticket: Ticket, missed: set[int]) -> bool:
+        if not ticket.owns_backward:
+            return True
+        owner = self.plan.visited[self.unit, self.part][0]
+        trained = [p for p in owner.parameters(recurse=False) if p.requires_grad] if isinstance(owner, nn.Module) else []
+        if trained:
+            return any(id(p) not in missed for p in trained)
+        raise StateError(
+            f"a backward of some outputs alone, through a part whose first quantised layer ({type(owner).__name__}) has "
+            "nothing to train: whether the reduction of its region is due can't be told. Differentiate all outputs in one "
+            "backward, or run this step with graphcap.disabled()"
+        )
 
     def abandon(self, ticket: Ticket) -> None:
         self.state.abandon(ticket)

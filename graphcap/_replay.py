@@ -282,11 +282,11 @@ class BoundPart:
         if choice.graph is not None:  # a part without parameters has nothing to do in a W step but to hand on
             self._replay(choice.graph, flight)
             if self.quantized is not None:
-                self.quantized.after(flight.tickets[self.index])
+                self.quantized.after(flight.tickets[self.index], None if all(pattern) else self._missed(choice.reached))
         results = self._results(flight, phase, choice)
         flight.done.add((self.index, phase))
         if flight.hold is not None and choice.graph is not None:
-            flight.chosen[self.index] = choice.graph.pattern
+            flight.chosen[self.index], flight.reached[self.index] = choice.graph.pattern, choice.reached
             flight.hold(flight)
         if self.added and phase is not Phase.I:
             self._fire_hooks(choice.reached)
@@ -313,6 +313,8 @@ class BoundPart:
                 f"part {self.facts.part.name}: a second backward through one forward. Capture with "
                 "CaptureConfig(retain_graph=True) to allow it"
             )
+        if flight.hold is not None and phase is Phase.B and self.facts.delayed is not None:
+            _delayed.require_turn(self.index, flight.done, self.facts.part.name)
 
     def _choose(self, phase: Phase, pattern: Pattern) -> _Choice:
         """Where no graph was recorded for just the gradients that arrived, the one for all outputs runs on zeros, and what
@@ -396,22 +398,22 @@ class BoundPart:
         pattern = flight.chosen[self.index]
         graph = next(graph for graph in self.graphs.backward[Phase.W] if graph.pattern == pattern)
         self._replay(graph, flight)
+        missed = self._missed(flight.reached[self.index])
         for delivery, gradient in zip(delayed.deliveries, graph.results, strict=True):
             assert gradient is not None
-            self._deliver(delivery, gradient)
+            real = self._real[delivery.index]
+            if id(real) not in missed:
+                _delayed.deliver(real, gradient, delivery.mode, aliased=delivery.index in self.aliased)
         flight.done.add((self.index, Phase.W))
         for owner in delayed.owners:
-            _delayed.fire(owner)
+            own = {id(parameter) for parameter in owner.parameters()}
+            if not own or not own <= missed:
+                _delayed.fire(owner)
 
-    def _deliver(self, delivery: _delayed.Delivery, gradient: torch.Tensor) -> None:
-        real = self._real[delivery.index]
-        if real.grad is not None and delivery.mode == "keep":
-            return
-        if real.grad is not None and delivery.mode == "add":
-            with torch.no_grad():
-                real.grad.add_(gradient)
-            return
-        real.grad = gradient.detach() if delivery.index in self.aliased else gradient.clone()
+    def _missed(self, reached: frozenset[int]) -> set[int]:
+        """The ids of the parameters to which no gradient that arrived leads."""
+        first = len(self.facts.grad_inputs)
+        return {id(self._real[i]) for n, i in enumerate(self.facts.parameters) if first + n not in reached}
 
     def _require_main_grads(self) -> None:
         for parameter, grad, address, name in self._main_grads:

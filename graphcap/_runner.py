@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from graphcap import _delayed, _guards
 from graphcap import _torch_private as private
@@ -96,8 +95,8 @@ class Runner:
         self.closed = False
         self.eager_depth = 0
         self._closed_calls: set[tuple[int, int]] = set()  # (unit, microbatch)
-        self._waiting: dict[tuple[int, int], Flight] = {}  # backward has run, delayed weight gradients have not
-        self._put_off: dict[tuple[int, int], list[nn.Module]] = {}  # the same of eager calls: whose work it is
+        # (unit, microbatch) -> backwards whose delayed weight gradients have not run, the oldest first
+        self._put_off: dict[tuple[int, int], deque[Flight | _delayed.EagerWork]] = {}
 
     def _guard(self, index: int, unit: UnitPlan, lazy: set[tuple[int, str]]) -> StepGuard:
         modules = _guards.modules_of(unit.layers)
@@ -246,8 +245,9 @@ class Runner:
                 part.quantized.abandon(ticket)
 
     def _hold(self, key: tuple[int, int], flight: Flight) -> None:
-        self._put_off.pop(key, None)
-        self._waiting[key] = flight
+        waiting = self._put_off.setdefault(key, deque())
+        if flight not in waiting:  # once for all of its parts
+            waiting.append(flight)
 
     def is_delayed(self, number: int) -> bool:
         """Whether weight gradients of this unit are left to `backward_dw()`."""
@@ -258,17 +258,16 @@ class Runner:
         self.require_open(number, microbatch)
         if not self.is_delayed(number):
             return
-        key = (number, microbatch)
-        if key in self._put_off:
-            for owner in self._put_off.pop(key):
-                _delayed.run(owner)
-            return
-        flight = self._waiting.pop(key, None)
-        if flight is None:
+        waiting = self._put_off.get((number, microbatch))
+        if not waiting:
             raise ReplayOrderError(
                 f"{self.plan.units[number].title}, microbatch {microbatch}: backward_dw() has nothing to do: its backward "
                 "has not run since the last one"
             )
+        flight = waiting.popleft()
+        if isinstance(flight, _delayed.EagerWork):
+            flight.run()
+            return
         self._follow_stream()
         self.sets[number][self.plan.units[number].set_of[microbatch]].weight_grad(flight)
         flight.finish()
@@ -276,9 +275,7 @@ class Runner:
     def _finished(self, number: int) -> None:
         self._check_due[number] = True
 
-    def _mismatch(
-        self, number: int, bound: BoundSet, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> str | None:
+    def _mismatch(self, number: int, bound: BoundSet, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         grad_mode = torch.is_grad_enabled()
         found = bound.spec.difference(args, kwargs, strict=self.plan.strict, grad_mode=grad_mode and bound.facts.grad)
         if found is not None:
@@ -323,9 +320,7 @@ class Runner:
         self._check_due[number] = not grad
         return None
 
-    def run_own(
-        self, number: int, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str
-    ) -> Any:
+    def run_own(self, number: int, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
         """The unit's own code, counted by reason."""
         unit = self.plan.units[number]
         self.stats.eager[reason] += 1
@@ -338,8 +333,9 @@ class Runner:
             for module in self._modules[number]:
                 visited.add(id(module))  # its forward is called, not itself
             value = run_plain(unit.calls, args, kwargs)
-        owners = _delayed.owners_of(self._modules[number])
-        self._put_off[number, microbatch] = [owner for owner in owners if id(owner) in visited]
+        owners = tuple(o for o in _delayed.owners_of(self._modules[number]) if id(o) in visited)
+        waiting = self._put_off.setdefault((number, microbatch), deque())
+        _delayed.watch_backward(tensors_of(flatten(value)[0]), lambda: waiting.append(_delayed.EagerWork(owners)))
         return value
 
     def _bind_for_eager(self) -> None:
@@ -362,14 +358,13 @@ class Runner:
     def reset(self) -> None:
         for slot in self.slots:
             slot.release()
-        self._waiting.clear()
         self._put_off.clear()
         self._check_due = [True] * len(self.plan.units)
 
     def close_call(self, number: int, microbatch: int) -> None:
         """Free the graphs of one callable, once no other microbatch shares them; closing twice is fine."""
         self._closed_calls.add((number, microbatch))
-        self._waiting.pop((number, microbatch), None)
+        self._put_off.pop((number, microbatch), None)
         unit = self.plan.units[number]
         if self.closed:
             return

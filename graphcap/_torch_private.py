@@ -92,9 +92,7 @@ def memoryless(
 ) -> torch.Tensor:
     """A tensor that answers for its shape, strides, dtype and device; any operator on it raises `used(name)`."""
     make = torch.Tensor._make_wrapper_subclass
-    made: torch.Tensor = make(
-        _Memoryless, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
-    )
+    made: torch.Tensor = make(_Memoryless, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad)
     made.used = used  # type: ignore[attr-defined]
     return made
 
@@ -154,6 +152,12 @@ def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
 def after_backward(callback: Callable[[], None]) -> None:
     """Call this at the end of the backward pass that is running; call it from inside an autograd node."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_number() -> int:
+    """A number that is the running backward pass's alone; call it from inside one."""
+    number: int = torch._C._current_graph_task_id()
+    return number
 
 
 def node_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -162,12 +162,25 @@ class RefManager:
     def prepare(self, owner: RefFp8Linear, spec: QuantSpec) -> None:
         """What the start of every low-precision forward does: history length, registration, being noticed."""
         recipe = recipe_of(spec)
-        owner.resize(recipe.history_len)
         capturing = self._region.capturing
+        if capturing is not None:
+            self._refuse_inner_region(owner, spec, capturing.specs[self._region.unit])
+        owner.resize(recipe.history_len)
         if capturing is None:
             self._register(owner, spec)
         elif capturing.watching is not None:
             capturing.visited.setdefault(capturing.watching, {})[owner] = None
+
+    @staticmethod
+    def _refuse_inner_region(owner: RefFp8Linear, spec: QuantSpec, outer: QuantSpec) -> None:
+        """No replay enters the regions that the captured code opens: they would neither register nor reduce."""
+        same = (spec.enabled, spec.calibrating, recipe_of(spec)) == (outer.enabled, outer.calibrating, recipe_of(outer))
+        if not same or spec.group is not outer.group:
+            raise StateError(
+                f"{owner.title} runs in an autocast region that the captured code opens itself, under {spec}, and the "
+                f"capture is under {outer}: a replay runs no Python, so that region would not be entered. Open it around "
+                "the calls, and capture inside it (or with quantization=, recipe=)"
+            )
 
     def skip_flag(self) -> Tensor | None:
         """In a capture that caches weights: the flag that recorded casts of weights obey (1: leave it as it is)."""
@@ -331,9 +344,7 @@ class RefManager:
         owns = bool(owners) and captured.enabled and will_backward and self.claim()
         return RefTicket(owns, self._epoch)
 
-    def _set_flag(
-        self, plan: RefPlan, unit: int, owners: tuple[RefFp8Linear, ...], first_microbatch: bool | None
-    ) -> None:
+    def _set_flag(self, plan: RefPlan, unit: int, owners: tuple[RefFp8Linear, ...], first_microbatch: bool | None) -> None:
         if not isinstance(first_microbatch, bool):
             raise InputMismatch(
                 "captured with cached weights, so every call says is_first_microbatch=True or False; got "
@@ -466,9 +477,7 @@ class RefFp8Linear(nn.Module):
             cache.take(latest if latest is not None and known else self._cast_weight(recipe, None))
 
     def _cast_weight(self, recipe: RefRecipe, keep: Tensor | None) -> WeightCache:
-        q, scale_inv = cast(
-            self.weight.detach(), recipe, recipe.forward, self.scale_fwd, self.hist_fwd, WEIGHT, keep=keep
-        )
+        q, scale_inv = cast(self.weight.detach(), recipe, recipe.forward, self.scale_fwd, self.hist_fwd, WEIGHT, keep=keep)
         return WeightCache(q, scale_inv)
 
     def _recast(self, cache: WeightCache, recipe: RefRecipe, flag: Tensor) -> None:

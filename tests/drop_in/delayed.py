@@ -77,6 +77,8 @@ class DelayedLinear(nn.Module):
             weight.grad.add_(made)
         elif self.where == "replace":
             weight.grad = weight.grad + made
+        elif self.where == "overwrite":
+            weight.grad.copy_(made)
         self._trigger_wgrad_accumulation_and_reduce_hooks()
 
     def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:

@@ -251,6 +251,126 @@ def test_a_failure_leaves_no_work_behind(at: int) -> None:
     assert_same(gradients(module), gradients(twin))
 
 
+def after(side: nn.Module, script: Any) -> dict[str, Tensor | None]:
+    """What a script leaves; it gets the module and its way to the delayed gradients."""
+    record: dict[str, Tensor | None] = {}
+    verb = side.backward_dw if "backward_dw" in vars(side) else lambda: run_put_off(side)
+    script(side, verb, lambda when: record.update({f"{when}: {n}": g for n, g in gradients(side).items()}))
+    return record
+
+
+def evaluated(module: nn.Module, seed: int) -> Tensor:
+    module.eval()
+    value: Tensor = module(drawn(seed)).sum()
+    module.train()
+    return value
+
+
+def eager_without_backward(module: nn.Module, verb: Any, note: Any) -> None:
+    module(drawn(1)).sum().backward()
+    evaluated(module, 2)
+    verb()
+    note("end")
+
+
+def eager_after_graph(module: nn.Module, verb: Any, note: Any) -> None:
+    module(drawn(1)).sum().backward()
+    evaluated(module, 2).backward()
+    for when in ("first", "second"):
+        verb()
+        note(when)
+
+
+def eager_before_graph(module: nn.Module, verb: Any, note: Any) -> None:
+    with graphcap.disabled():
+        module(drawn(1)).sum().backward()
+    module(drawn(2)).sum().backward()
+    for when in ("first", "second"):
+        verb()
+        note(when)
+
+
+def eager_twice(module: nn.Module, verb: Any, note: Any) -> None:
+    both = evaluated(module, 1), evaluated(module, 2)
+    for loss in reversed(both):  # in the sequence of the backwards, not of the forwards
+        loss.backward()
+    for when in ("first", "second"):
+        verb()
+        note(when)
+
+
+@pytest.mark.parametrize("script", [eager_without_backward, eager_after_graph, eager_before_graph, eager_twice])
+def test_delayed_gradients_come_in_the_sequence_of_the_backwards(script: Any) -> None:
+    """Whoever ran them, graph or module."""
+    module = Block(WIDTH)
+    twin = copy.deepcopy(module)
+    graph(module, (drawn(0),), backend="tape")
+    assert_same(after(module, script), after(twin, script))
+
+
+def test_a_second_backward_before_the_delayed_gradients_is_refused() -> None:
+    """The first one's would be lost: eager keeps both."""
+    module = Block(WIDTH)
+    twin = copy.deepcopy(module)
+    graph(module, (drawn(0),), backend="tape", retain_graph_in_backward=True)
+    for side in (module, twin):
+        y = side(drawn(1))
+        for factor in (1, 3):
+            (y * factor).sum().backward(retain_graph=True)
+            if side is module:
+                with pytest.raises(graphcap.ReplayError, match="before the delayed weight gradients"):
+                    y.sum().backward(retain_graph=True)
+                module.backward_dw()  # type: ignore[operator]
+            else:
+                run_put_off(twin)
+    assert_same(gradients(module), gradients(twin))
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = DelayedLinear(WIDTH), DelayedLinear(WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+
+def test_a_backward_that_reaches_one_of_two() -> None:
+    """The other one's gradient stays None, and nobody is told of it."""
+    module = TwoOutputs()
+    twin = copy.deepcopy(module)
+    told: list[str] = []
+    module.a.hooks.append(lambda: told.append("a"))
+    module.b.hooks.append(lambda: told.append("b"))
+    graph(module, (drawn(0),), backend="tape")
+    for step in range(2):
+        module(drawn(step))[1].sum().backward()
+        module.backward_dw()  # type: ignore[operator]
+        twin(drawn(step))[1].sum().backward()
+        twin.b.backward_dw()
+        assert_same(gradients(module), gradients(twin))
+    assert module.a.weight.grad is None
+    assert told == ["b", "b"]
+
+
+@pytest.mark.parametrize("where", [*WAYS, "overwrite"])
+def test_who_holds_the_old_gradient_sees_what_eager_shows(where: str) -> None:
+    """A gradient that is replaced stays as it was; one that is written in place does not."""
+    module = Block(WIDTH, where)
+    twin = copy.deepcopy(module)
+    graph(module, (drawn(0),), backend="tape")
+    held = []
+    for side in (module, twin):
+        for p in side.parameters():
+            p.grad = torch.ones_like(p)
+        mine = {name: p.grad for name, p in side.named_parameters()}
+        side(drawn(1)).sum().backward()
+        module.backward_dw() if side is module else run_put_off(twin)  # type: ignore[operator]
+        held.append({name: g.clone() for name, g in mine.items() if g is not None})
+    assert_same(*held)
+    assert_same(gradients(module), gradients(twin))
+
+
 # --------------------------------------------------------------------------------------------------------- with an order
 
 
@@ -262,9 +382,7 @@ def split_orders(draw: st.DrawFn) -> tuple[Order, list[int]]:
     done: list[tuple[str, int, int]] = []
     while len(done) < 3 * len(todo):
         ready = [("F", c, m) for c, m in todo if c == 0 or ("F", c - 1, m) in done]
-        ready += [
-            ("I", c, m) for c, m in todo if ("F", c, m) in done and (c == chunks - 1 or ("I", c + 1, m) in done)
-        ]
+        ready += [("I", c, m) for c, m in todo if ("F", c, m) in done and (c == chunks - 1 or ("I", c + 1, m) in done)]
         ready += [("W", c, m) for c, m in todo if ("I", c, m) in done]
         ready = [step for step in ready if step not in done]
         done.append(ready[draw(st.integers(0, len(ready) - 1))])
@@ -376,9 +494,7 @@ def test_any_split_order_at_length(case: tuple[Order, list[int]], where: str, re
 def test_the_delayed_gradients_keep_their_input_alive() -> None:
     """W reads the input: the microbatch after it may not have the buffers before W."""
     signed = [1, -1, 1, -1.5, -1, -1.5]
-    made = graph(
-        (Block(WIDTH),), ((drawn(0),),) * 2, _order=signed, _reuse_graph_input_output_buffers=True, backend="tape"
-    )
+    made = graph((Block(WIDTH),), ((drawn(0),),) * 2, _order=signed, _reuse_graph_input_output_buffers=True, backend="tape")
     assert made[0].plan.slots == 2
 
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import graphcap
+from graphcap import StateError
 from graphcap.fp8_meta import QuantSpec
 from graphcap.fp8_reference import STATE, RefFp8Linear, RefManager, RefRecipe
+from tests.flow.twins import assert_same
 
 WIDTH = 16
 RECIPE = RefRecipe(history_len=4)
@@ -94,9 +96,7 @@ def test_cached_weights_when_eager_and_graph_take_turns(turns: str, kind: Any) -
 def test_two_captures_of_one_layer_share_its_cast() -> None:
     """Two lengths of a sequence, each with its graphs, in turn within a step."""
     (manager, eager), (own, layer) = pair(linear)
-    runs = {
-        rows: graphcap.capture(layer, (drawn(0, rows),), backend="tape", quantization=CACHED) for rows in (8, 12)
-    }
+    runs = {rows: graphcap.capture(layer, (drawn(0, rows),), backend="tape", quantization=CACHED) for rows in (8, 12)}
     for step in range(20):
         for micro, rows in enumerate((8, 12, 12, 8) if step % 2 else (12, 8, 12, 8)):
             found = []
@@ -114,9 +114,7 @@ def test_two_captures_of_one_layer_share_its_cast() -> None:
 def test_a_second_first_microbatch_before_the_backward_of_the_first() -> None:
     """A cast is written in place: a backward that is still to come sees the newer one, in eager code and in replays."""
     (manager, eager), (own, layer) = pair(linear)
-    run = graphcap.capture(
-        (layer,), ((drawn(0),),), order="0F0 0F1 0B0 0B1", backend="tape", quantization=CACHED
-    )
+    run = graphcap.capture((layer,), ((drawn(0),),), order="0F0 0F1 0B0 0B1", backend="tape", quantization=CACHED)
     for step in range(20):
         inputs, outs = [drawn(2 * step + m) for m in range(2)], []
         for x in inputs:
@@ -181,9 +179,7 @@ class Chain(nn.Module):
 def test_delayed_weight_gradients() -> None:
     """I and W steps: W is where `backward_dw()` runs."""
     (manager, eager), (own, layer) = pair(lambda m: Chain(m, True))
-    run = graphcap.capture(
-        (layer,), ((drawn(0),),), order="0F0 0F1 0I0 0I1 0W0 0W1", backend="tape", quantization=CACHED
-    )
+    run = graphcap.capture((layer,), ((drawn(0),),), order="0F0 0F1 0I0 0I1 0W0 0W1", backend="tape", quantization=CACHED)
     for step in range(20):
         inputs, outs = [drawn(2 * step + m) for m in range(2)], []
         for m, x in enumerate(inputs):
@@ -227,9 +223,7 @@ def test_a_delay_moves_no_bit() -> None:
 
 def test_split_backwards_without_delay_are_refused() -> None:
     with pytest.raises(graphcap.OrderError, match="collected and reduced twice"):
-        graphcap.capture(
-            (linear(RefManager()),), ((drawn(0),),), order="0F0 0I0 0W0", backend="tape", quantization=CACHED
-        )
+        graphcap.capture((linear(RefManager()),), ((drawn(0),),), order="0F0 0I0 0W0", backend="tape", quantization=CACHED)
 
 
 class Experts(nn.Module):
@@ -296,3 +290,73 @@ def test_an_automatic_cut_with_cached_weights_is_refused() -> None:
         graphcap.capture(
             model, (drawn(0),), {"is_first_microbatch": True}, break_at="experts", backend="tape", quantization=CACHED
         )
+
+
+# ------------------------------------------------------------------------------------- regions inside, outputs left aside
+
+
+class Opening(nn.Module):
+    """Opens an autocast region of its own."""
+
+    def __init__(self, manager: RefManager, spec: QuantSpec) -> None:
+        super().__init__()
+        self.layer, self.spec = RefFp8Linear(8, 8, manager), spec
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.layer.quantized_state.autocast(self.spec):
+            out: Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize("outer", [QuantSpec(enabled=False), QuantSpec(recipe=RefRecipe(margin=2))], ids=["none", "other"])
+def test_a_region_of_the_captured_code_is_refused(outer: QuantSpec) -> None:
+    """A replay does not enter it: its layers would be under another recipe, or nobody would reduce."""
+    manager = RefManager()
+    module = Opening(manager, QuantSpec(recipe=RefRecipe()))
+    x = torch.ones(4, 8, requires_grad=True)
+    with pytest.raises(StateError, match="opens itself"):
+        graphcap.capture(module, (x,), backend="tape", quantization=outer)
+    module(x).sum().backward()
+    assert float(module.layer.scale_fwd[0]) == 448
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self, manager: RefManager) -> None:
+        super().__init__()
+        self.a, self.b = RefFp8Linear(8, 8, manager), RefFp8Linear(8, 8, manager)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
+def test_a_backward_that_does_not_reach_the_first_layer_reduces_nothing(used: tuple[int, ...], frozen: bool) -> None:
+    """The layer that ran first reduces in its backward; where it is frozen, nobody can tell whether that ran."""
+    made = []
+    for graphed in (True, False):
+        torch.manual_seed(1)
+        manager = RefManager()
+        module = TwoOutputs(manager)
+        module.a.requires_grad_(not frozen)
+        spec = QuantSpec(recipe=RefRecipe(history_len=4))
+        x = torch.ones(4, 8, requires_grad=True)
+        call: Any = graphcap.capture(module, (x,), backend="tape", quantization=spec) if graphed else module
+        record: dict[str, Tensor | None] = {}
+        for step in range(3):
+            for p in module.parameters():
+                p.grad = None
+            x = (torch.arange(32.0).reshape(4, 8) / 32 + step).requires_grad_()
+            with manager.autocast(spec):
+                y = call(x)
+            loss = sum(y[i].sum() * 0.01 for i in used)
+            if graphed and frozen and len(used) == 1:
+                with pytest.raises(StateError, match="nothing to train"):
+                    loss.backward()
+                return
+            loss.backward()
+            record |= {f"{step} x": x.grad, f"{step} a": module.a.weight.grad, f"{step} b": module.b.weight.grad}
+            for name in ("a", "b"):
+                record |= {f"{step} {name} {k}": v for k, v in manager.read(getattr(module, name)).items()}
+        made.append(record)
+    assert_same(*made)
