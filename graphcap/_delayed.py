@@ -23,7 +23,7 @@ from graphcap._guards import Parameters
 from graphcap.errors import CaptureError, ModuleError, ReplayError, WarmupError
 from graphcap.order import Phase
 
-Mode = Literal["assign", "overwrite", "add", "replace", "keep"]
+Mode = Literal["assign", "overwrite", "add", "replace", "keep", "autograd"]
 
 # What TE and Megatron-LM call when a delayed weight gradient is there (it starts the reduction over ranks).
 _FIRE = "_trigger_wgrad_accumulation_and_reduce_hooks"
@@ -32,7 +32,8 @@ _FIRE = "_trigger_wgrad_accumulation_and_reduce_hooks"
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """How `backward_dw()` leaves the gradient of one parameter in `.grad`: in place of what is there ("assign" a tensor of
-    its own, "overwrite" that one), summed with it ("add" in place, "replace" by a new tensor), or only where nothing is."""
+    its own, "overwrite" that one), summed with it ("add" in place, "replace" by a new tensor), only where nothing is
+    ("keep"), or by autograd's own accumulation, which runs the parameter's hooks ("autograd")."""
 
     index: int
     mode: Mode
@@ -183,7 +184,8 @@ class Trial:
         if self.probing and part in self._alone:
             given = {index: torch.full_like(g, _probe(g)) for index, g in self._alone[part].items()}
         versions = {index: value._version for index, value in given.items()}
-        found = collect(owners, parameters, given)
+        with _accumulated(parameters) as by_autograd:
+            found = collect(owners, parameters, given)
         if not given:
             self._alone[part] = found
             return
@@ -194,7 +196,7 @@ class Trial:
                 _mode(alone, found.get(index), _probe(alone), parameters.names[index]), found[index] is given[index]
             )
             for index, alone in self._alone[part].items()
-        }
+        } | dict.fromkeys(by_autograd & self._alone[part].keys(), "autograd")
 
     def work(self, part: int) -> DelayedWork | None:
         owners = self._visited.get(part, ())
@@ -202,6 +204,26 @@ class Trial:
             return None
         modes = self._modes.get(part, {})
         return DelayedWork(owners, tuple(Delivery(index, mode) for index, mode in sorted(modes.items())))
+
+
+@contextmanager
+def _accumulated(parameters: Parameters) -> Iterator[set[int]]:
+    """Notes the parameters into whose `.grad` autograd accumulates inside."""
+    found: set[int] = set()
+
+    def noting(index: int) -> Callable[[torch.Tensor], None]:
+        return lambda _: found.add(index)
+
+    leaves = [(index, alias) for index, alias in enumerate(parameters.alias) if alias.requires_grad]
+    handles = [
+        alias.register_post_accumulate_grad_hook(noting(index))  # type: ignore[no-untyped-call]
+        for index, alias in leaves
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def collect(owners: Sequence[nn.Module], parameters: Parameters, given: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -241,6 +263,11 @@ def _placed(mode: Mode, same: bool) -> Mode:
 
 def deliver(parameter: nn.Parameter, gradient: torch.Tensor, mode: Mode, *, aliased: bool) -> None:
     """Leave a gradient of the graph's in `.grad` as `backward_dw()` does. aliased: the caller takes the graph's memory."""
+    if mode == "autograd":
+        # It takes what it gets as `.grad` if there is none, and hooks may keep it.
+        kept = parameter.grad is None or parameter._backward_hooks
+        torch.autograd.backward((parameter,), (gradient.clone() if kept and not aliased else gradient.detach(),))
+        return
     with torch.no_grad():
         if parameter.grad is None or mode == "assign":
             parameter.grad = gradient.detach() if aliased else gradient.clone()

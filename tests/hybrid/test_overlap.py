@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphcap import Order, Step
+from graphcap import Order, Phase, Step
 from graphcap.errors import PlanError, ReplayOrderError, StateError
 from graphcap.hybrid import HybridConfig, HybridModel, HybridOutput
 from graphcap.hybrid.overlap import OverlapSchedule, SchedulePlan
@@ -211,6 +211,28 @@ def test_a_dense_unit_beside_an_moe_unit() -> None:
         "bwd 0:0 1.pre_dispatch (compute)",
     ]
     assert not [line for line in lines if "0.dispatch" in line or "0.combine" in line]
+
+
+def test_weight_gradient_graphs_hold_the_products_alone() -> None:
+    """A product per linear layer, and what brings the matrices into form; the backward is not run a second time. Each
+    parameter's hooks run once per microbatch, as without graphs."""
+    torch.manual_seed(0)
+    model = HybridModel(HybridConfig(pattern="[M*E]", vocab=64, hidden=32, expert_ffn=16, shared_ffn=16, max_sequence=16))
+    schedule = OverlapSchedule(model, delay_wgrad=True)
+    tokens = torch.randint(0, 64, (3, 2, 8), generator=torch.Generator().manual_seed(1))
+    schedule.capture_graphs(tokens[0], 3, backend="tape")
+    told: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: told.update({name: told.get(name, 0) + 1}))
+    schedule.step([(batch, batch) for batch in tokens])
+    assert set(told) == {name for name, p in model.named_parameters() if p.grad is not None}
+    assert {count for name, count in told.items() if ".experts." not in name} == {3}
+    assert schedule.graphs is not None
+    (part,) = schedule.graphs.graphed._runner.capture.sets[0][0].parts
+    assert part is not None
+    (backward,), (weights,) = part.backward[Phase.B], part.backward[Phase.W]
+    linear = 2 + 2 + 2  # of Mamba, attention, the shared expert
+    assert 0 < weights.graph.operations <= 3 * linear < backward.graph.operations / 5
 
 
 def test_graphs_are_captured_in_the_order_in_which_they_are_issued() -> None:
