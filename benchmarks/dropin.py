@@ -6,8 +6,10 @@ A chunk of 24 layers (norm, up, GELU, down, residual) under 1F1B of rank 0 of 4 
 16 and 64 microbatches (targets P7, P8). Every candidate first agrees with eager bit for bit, over several passes of the
 order with weights updated in between; only then is anything timed.
 
-capture: seconds of the call, the device idle before and after. memory: MiB that the allocator holds after the capture and
-a pass, beyond the layers, their gradients and the inputs (reserved, caches emptied before: what private pools keep counts).
+capture: seconds of the call, the device idle before and after. "Recording alone" is the least that any such call takes: one
+forward and one backward graph per layer and microbatch by torch.cuda.graph, no warm-up, no checks.
+memory: MiB that the allocator holds after the capture and a pass, beyond the layers, their gradients and the inputs
+(what private pools keep counts, free blocks elsewhere do not).
 wall: milliseconds of one pass of the order. torch's function knows no order: its row is one microbatch. Replay overhead
 (P1, P2) has a benchmark of its own: replay_overhead.py.
 """
@@ -68,6 +70,7 @@ class Case:
     verdict: str = ""
     graphs: int = 0
     static_bytes: int = 0
+    recording_alone: float = 0.0  # seconds; 0: not measured
     differs: dict[str, str] = field(default_factory=dict)  # a peer that was not timed, and why
     times: dict[str, Measured] = field(default_factory=dict)
 
@@ -159,6 +162,33 @@ def candidates(options: argparse.Namespace, microbatches: int, device: torch.dev
     return found
 
 
+def recording_alone(layers: tuple[nn.Module, ...], sample: Tensor, order: Order) -> float:
+    """Seconds for as many graphs as any candidate records: forwards and backwards of all layers and microbatches in flight.
+    The second time, when kernels are loaded."""
+    run_pass(Order.forward_backward(1), layers, len(layers), sample.unsqueeze(0), sample.unsqueeze(0))
+    for _ in range(2):
+        pool = torch.cuda.graph_pool_handle()
+        graphs, ends = [], []
+        free(sample.device)
+        begin = time.perf_counter()
+        for _ in range(order.microbatches):
+            for layer in layers:
+                x = sample.detach().requires_grad_()
+                graphs.append(torch.cuda.CUDAGraph())
+                with torch.cuda.graph(graphs[-1], pool=pool):
+                    y = layer(x)
+                ends.append((layer, x, y))
+        for layer, x, y in reversed(ends):
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1], pool=pool):
+                torch.autograd.grad(y, (x, *layer.parameters()), sample)
+        synchronise(sample.device)
+        seconds = time.perf_counter() - begin
+        for graph in graphs:
+            graph.reset()
+    return seconds
+
+
 # ------------------------------------------------------------------------------------------------------------ one case
 
 
@@ -170,6 +200,10 @@ def run_case(options: argparse.Namespace, microbatches: int, device: torch.devic
     inputs = torch.randn(microbatches, options.tokens, options.hidden, device=device, dtype=dtype)
     cotangents = torch.randn_like(inputs)
     with deterministic(device):
+        if device.type == "cuda" and microbatches <= options.apart:
+            order = Order.one_f_one_b(0, 4, microbatches)
+            case.recording_alone = recording_alone(copy.deepcopy(origin), inputs[0], order)
+            print(f"{microbatches} microbatches: recording alone takes {case.recording_alone:.2f} s", flush=True)
         for candidate in candidates(options, microbatches, device):
             run_candidate(options, candidate, case, origin, inputs, cotangents)
     case.verdict = f"equal over {options.steps} steps"
@@ -300,10 +334,12 @@ def free(device: torch.device) -> None:
 
 
 def reserved(device: torch.device) -> int:
-    """Bytes that the caching allocator holds, free blocks outside of private pools apart."""
+    """Bytes that the caching allocator holds, but for free blocks outside of private pools: anyone may have those. What is
+    free inside a private pool is the graphs' own."""
     if device.type != "cuda":
         return 0
-    return torch.cuda.memory_reserved(device)
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["active_size"] if tuple(s["segment_pool_id"]) == (0, 0) else s["total_size"] for s in segments)
 
 
 def show(result: dict[str, Any], cases: list[Case]) -> None:

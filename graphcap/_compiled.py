@@ -9,19 +9,23 @@ recorded kernels would be others than those of an eager run. So around such a fu
 - where one of our dispatch modes looks on before that (a trace, a detector), the plain function runs, unknown to Dynamo, and
   the mode sees every operator of it;
 - where only function modes are there, they are taken off, and Dynamo compiles what the recording will use.
+
+That needs the function to be known before (`as_warmed_up`). As to any other, `plain_or_refused` sees to it that capturing
+leaves no trace in Dynamo, and that none is recorded.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphcap import _torch_private as private
 from graphcap.backends.refusal_modes import CallGate, OperatorGate
-from graphcap.errors import StateError
+from graphcap.errors import CutError, StateError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -61,3 +65,24 @@ def _recorded(function: Callable[..., Any], name: str, args: tuple[Any, ...], kw
                 "which can't compile. Have at least one warm-up run (CaptureConfig(warmup=...), num_warmup_iters), or "
                 f"switch the compilation off for eager runs and graphs alike. {error}"
             ) from error
+
+
+@contextmanager
+def plain_or_refused() -> Iterator[None]:
+    """While a capture is made: what torch.compile has made runs uncompiled where one of our modes looks on, without Dynamo
+    knowing; where a graph is recorded, it raises CutError."""
+    with private.before_compiled(_may_compile):
+        yield
+
+
+def _may_compile(name: str, is_plain: bool) -> bool:
+    ours = [mode for mode in private.modes() if type(mode).__module__.startswith("graphcap.")]
+    if not ours or is_plain:
+        return True
+    if any(isinstance(mode, CallGate | OperatorGate) for mode in ours):
+        raise CutError(
+            f"a graphed part calls {name}, which torch.compile has made. It can't be compiled while a graph is recorded, "
+            "and uncompiled it may round otherwise than eager code does: call it in an EAGER part (or name the module that "
+            "calls it in break_at), or use the plain function, in eager runs and graphs alike"
+        )
+    return False

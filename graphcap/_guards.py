@@ -356,37 +356,33 @@ def in_caching_autocast() -> bool:
     return depth > 0 and torch.is_autocast_cache_enabled()
 
 
-Attributes = dict[tuple[int, str], tuple[str, Any]]  # (id of the module, name) -> (what to call it, state)
+# (id of the module, or 0, and name) -> (its class, or "" where changes at every call are not refused; state)
+Attributes = dict[tuple[int, str], tuple[str, Any]]
 
 
 def plain_attributes(modules: Iterable[nn.Module]) -> Attributes:
     """Host state of modules: numbers, texts, bound tensors, functions, containers and plain objects (see `frozen_form`);
-    and Python's and NumPy's random generators. What has an empty label is only watched after capture: changing it at
+    and Python's and NumPy's random generators. What has no class is only watched after capture: changing it at
     every call is not refused (private containers, such as caches, and objects)."""
-    found: Attributes = {
-        (0, name): (f"the state of the generator {name}", state) for name, state in _host_generators().items()
-    }
+    found: Attributes = {(0, name): ("generator", state) for name, state in _host_generators().items()}
     theirs = _left_alone.get()
     for module in (m for top in modules for m in top.modules()):
+        kind = type(module).__name__
         for name, value in module.__dict__.items():
-            if (id(module), name) in theirs:
-                continue
-            label = f"the attribute {type(module).__name__}.{name}"
-            if name in ("training", "_is_full_backward_hook"):
+            if name in MODULE_TABLES or name == "training" or (id(module), name) in theirs:
                 continue
             if isinstance(value, _SIMPLE):
-                found[id(module), name] = (label, value)
+                found[id(module), name] = (kind, value)
             elif isinstance(value, torch.Tensor):
-                found[id(module), name] = (label, id(value))
+                found[id(module), name] = (kind, id(value))
             elif type(value) in (list, dict) and not name.startswith("_"):
                 items = value.items() if isinstance(value, dict) else enumerate(value)
-                found[id(module), name] = (label, [(k, v if isinstance(v, _SIMPLE) else id(v)) for k, v in items])
-            elif name not in MODULE_TABLES:
+                found[id(module), name] = (kind, [(k, v if isinstance(v, _SIMPLE) else id(v)) for k, v in items])
+            else:
                 found[id(module), name] = ("", frozen_form(value))
         for name, buffer in module._buffers.items():
-            if (id(module), name) in theirs:
-                continue
-            found[id(module), name] = (f"the attribute {type(module).__name__}.{name}", id(buffer))
+            if (id(module), name) not in theirs:
+                found[id(module), name] = (kind, id(buffer))
         for name in (*module._parameters, *module._modules):
             found[id(module), name] = ("", True)
     return found
@@ -463,10 +459,12 @@ def _is_plain(value: Any) -> bool:
 
 def refuse_host_effects(before: Attributes, after: Attributes, part: str, allowed: Container[tuple[int, str]]) -> None:
     """allowed: (id of the module, name) of what a replay sets again."""
-    for key, (label, value) in after.items():
-        if label and key not in allowed and (key not in before or before[key][1] != value):
+    for key, (kind, value) in after.items():
+        if kind and key not in allowed and (key not in before or before[key][1] != value):
+            owner, name = key
+            what = f"the attribute {kind}.{name}" if owner else f"the state of the generator {name}"
             raise CutError(
-                f"part {part}: its Python changes {label} at every call. Python does not run at replay, so the graph would "
+                f"part {part}: its Python changes {what} at every call. Python does not run at replay, so the graph would "
                 "repeat what it did at capture. Move this work into an EAGER part, do it in "
                 "CaptureConfig(on_replay=), keep the value in a buffer that is changed in place (a random choice: draw it "
                 "with torch on the device), or return it as an output"

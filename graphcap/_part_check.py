@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from graphcap import _delayed, _guards, _warmup_pass
+from graphcap import _compiled, _delayed, _guards, _warmup_pass
 from graphcap._flight import Flight
 from graphcap._parts import Running, differentiate, loss_of
 from graphcap._plan import PartPlan, Sample, UnitPlan
@@ -204,7 +204,12 @@ def first_fault(
     grad = bound.facts.grad and torch.is_grad_enabled()
     sample = Sample(bound.slot.number, args, kwargs, CallSpec.of(args, kwargs), (microbatch,))
     kept = [(p, p.grad) for p in (entry.parameter for part in bound.parts if part for entry in part.added)]
-    with _guards.kept_state(modules), _guards.leaf_aliases(modules) as aliases, _guards.kept_autocast():
+    with (
+        _compiled.plain_or_refused(),
+        _guards.kept_state(modules),
+        _guards.leaf_aliases(modules) as aliases,
+        _guards.kept_autocast(),
+    ):
         parameters = _same_order(aliases, runner)
         run = _Checked(unit, sample, parameters, grad, modules, bound.facts.reentrant, _delayed.Trial(()))
         run.bound, run.judge, run.device = bound, judge, runner.backend.device

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphcap import _delayed, _guards, _plan, _trace_plan, _warmup, _warmup_pass
+from graphcap import _compiled, _delayed, _guards, _plan, _trace_plan, _warmup, _warmup_pass
 from graphcap import _torch_private as private
 from graphcap._breaks import Planning
 from graphcap._facts import PartFacts, WarmupFacts
@@ -172,6 +172,7 @@ def _planned(
     # Meta tensors have no values: every device's rules but the tape's would look at where they lie.
     watched = torch.device("cpu") if watch.meta else device
     with (
+        _compiled.plain_or_refused(),
         frozen_gc(),
         _kept_random_state(device),
         _guards.kept_state(modules),

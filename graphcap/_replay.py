@@ -141,6 +141,13 @@ class BoundPart:
         self._width = len(self.facts.reads) + len(self.returned) + bool(self.added)
         self._returned_at = [n for n, i in enumerate(self.facts.parameters) if i not in capture.buffers]
         self._grad_places = self.facts.grad_outputs
+        # Made by earlier parts and given no gradient here. An edge to them would run their backwards without a gradient, of
+        # which a custom autograd function makes zeros, where eager runs nothing.
+        self._untaken = [
+            n
+            for n, leaf in enumerate(self.facts.reads)
+            if leaf.source is not None and leaf.spec.requires_grad and n not in self.facts.grad_inputs
+        ]
         self.quantized: QuantizedPart | None = None  # set where the part runs quantised modules
         self.is_last = False  # whether nothing of the unit comes after it
         self._reach: list[tuple[int, str, tuple[Getter, ...]]] | None = None
@@ -167,6 +174,8 @@ class BoundPart:
 
     def call(self, env: dict[str, Any], flight: Flight | None, anchor: torch.Tensor, side: Side | None) -> None:
         tensors = self._gather(env)
+        for n in self._untaken:
+            tensors[n] = tensors[n].detach()
         if self.quantized is not None:
             ticket = self.quantized.before(self.slot.first, flight is not None)
             if flight is not None:

@@ -19,6 +19,8 @@ Triple = tuple[str, int, int]
 
 def whole(name: str, value: object, least: int, below: int | None = None) -> int:
     """`value` as an int in [least, below); raises OrderError otherwise. bool is refused: it is nearly always a slip."""
+    if type(value) is int and value >= least and (below is None or value < below):
+        return value
     allowed = f"a whole number of at least {least}" if below is None else f"a whole number from {least} to {below - 1}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise OrderError(f"{name} is {value!r} ({type(value).__name__}): pass {allowed}.")

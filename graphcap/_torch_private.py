@@ -310,6 +310,39 @@ def compiler_stance(stance: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def before_compiled(decide: Callable[[str, bool], bool]) -> Iterator[None]:
+    """Inside, `decide(name, is_plain)` is asked before a function made by torch.compile runs; False has it run uncompiled,
+    and Dynamo not hear of it. is_plain: its backend is one that runs the traced operators as they are."""
+    from torch._dynamo import eval_frame
+
+    frames: Any = eval_frame
+    original = frames._callback_from_stance
+
+    def asked(callback: Any) -> Any:
+        found = original(callback)
+        if found is None or found is False:
+            return found
+        backend, names = callback, ""
+        while backend is not None:
+            names += getattr(backend, "__name__", "")
+            backend = _wrapped_backend(backend)
+        function = sys._getframe(1).f_locals.get("fn")
+        name = getattr(function, "__qualname__", None) or type(function).__name__
+        return found if decide(name, "eager" in names) else None
+
+    frames._callback_from_stance = asked
+    try:
+        yield
+    finally:
+        frames._callback_from_stance = original
+
+
+def _wrapped_backend(backend: Any) -> Any:
+    """What a wrapper of Dynamo's holds (until 2.11 or so `_torchdynamo_orig_callable`), or None."""
+    return getattr(backend, "_torchdynamo_orig_backend", getattr(backend, "_torchdynamo_orig_callable", None))
+
+
 def is_refused_compilation(error: BaseException) -> bool:
     """Whether an error is what Dynamo raises instead of compiling, under the stance "fail_on_recompile"."""
     return "fail_on_recompile" in str(error)

@@ -274,8 +274,8 @@ _PACKAGES = (
     _Package(
         "Transformer Engine",
         "transformer-engine",
-        "found; FP8 state is not captured yet",
-        "not needed: FP8 is not captured yet (see README, Status)",
+        "found; its modules' FP8 state is kept by graphs",
+        "not needed: FP8 is captured in plain torch too (graphcap.fp8_reference)",
         wanted_on_gpu=False,
     ),
     _Package(
@@ -288,7 +288,7 @@ _PACKAGES = (
     _Package(
         "triton",
         "triton",
-        "torch.compile and Triton kernels work inside graphed parts",
+        "Triton kernels work inside graphed parts; what torch.compile makes works in EAGER parts",
         "torch.compile has no GPU code generator; everything else works",
         wanted_on_gpu=True,
     ),

@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from graphcap import _capture, _delayed, _drop_in, _guards, _plan, _quantization, _trace_plan, _warmup
+from graphcap import _capture, _compiled, _delayed, _drop_in, _guards, _plan, _quantization, _trace_plan, _warmup
 from graphcap import _drop_in_args as args_of
 from graphcap._drop_in_args import Graphable
 from graphcap._graphed import Graphed
@@ -96,6 +96,7 @@ def _run_stages(
     theirs = _quantization.exempt_from(state, modules)
     attributes = _guards.plain_attributes(modules)
     with (
+        _compiled.plain_or_refused(),
         _guards.left_alone(theirs),
         backend.session(),
         _guards.kept_state(modules) as kept,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -346,12 +347,18 @@ _DYNAMIC_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _BY_TAG = Refusal("data-dependent operator", _DYNAMIC, _AS_BREAK)
 
 
+@cache
+def _rows_of(func: torch._ops.OpOverload) -> tuple[tuple[Refusal, ...], bool]:
+    """The rows that may forbid an operator; whether its tags would where no row names it."""
+    rows = _BY_OPERATOR.get(func._schema.name, ())
+    return rows, not rows and any(tag in func.tags for tag in _DYNAMIC_TAGS)
+
+
 def refused_operator(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], view: DeviceView
 ) -> Refusal | None:
     """The row that forbids this dispatched operator, if any. What happens on the host alone is none of our business."""
-    rows = _BY_OPERATOR.get(func._schema.name, ())
-    is_tagged = not rows and any(tag in func.tags for tag in _DYNAMIC_TAGS)
+    rows, is_tagged = _rows_of(func)
     if not rows and not is_tagged:
         return None
     if all(view.is_host(tensor) for tensor in tensors_in(args, kwargs)) and "device" not in kwargs:

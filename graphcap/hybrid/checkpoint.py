@@ -10,7 +10,7 @@ import dataclasses
 import io
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -49,18 +49,20 @@ CONFIG_FILE: Final = "hybrid_config.json"
 
 STATE: Final = "optimizer.state."
 GROUPS: Final = "optimizer.param_groups"
+GROUP: Final = "optimizer.group."
+"""`optimizer.group.<published key>`: the number of the parameter's group, where there are several."""
 
-Model = nn.Module | tuple[nn.Module, ...]
+Model = nn.Module | Sequence[nn.Module]
 
 
 def save(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write the weights of a HybridModel, a HybridChunk (a pipeline stage), a tuple of chunks, a GPTModel, or what
+    """Write the weights of a HybridModel, a HybridChunk (a pipeline stage), several chunks (a rank's), a GPTModel, or what
     `capture` made of them, into the folder `path`; with an optimizer its state too. Scales and amax histories of quantised
     layers go along, under the keys `..._extra_state`.
 
     Where torch.distributed is initialised this is a collective call on all ranks, each of which gives what it holds: its
-    stage, its experts. StateError if there is a checkpoint already, for optimizer state that belongs to no key, and for
-    what could not be written.
+    stage, its experts. StateError if there is a checkpoint already, for optimizer state that belongs to no key (that of
+    other models' parameters, or in another form), and for what could not be written.
     """
     folder, holders = Path(path), _holders(model)
     if (folder / ".metadata").exists():
@@ -95,8 +97,8 @@ def load(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None
     Every rank reads for itself, and judges the checkpoint against the keys of the whole model, so that all ranks agree
     without a word: missing and unexpected keys, other shapes and dtypes are one StateError that lists them all, and
     nothing has been written then. Saved on other numbers of stages or ranks of experts is the same checkpoint. Without an
-    optimizer its state in the checkpoint is left alone; with one, parameters without state there (an expert that never
-    had a token) end without state.
+    optimizer its state in the checkpoint is left alone; with one, the model's parameters without state there (an expert that
+    never had a token) end without state, and each must be in the parameter group that it was saved in.
 
     A quantised model takes scales and histories from the checkpoint, or starts them anew where it has none at all (it was
     trained in high precision); a model without quantisation refuses a checkpoint that has some. Quantised weights are cast
@@ -107,13 +109,16 @@ def load(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None
     metadata = read_metadata(folder)
     entries = metadata.state_dict_metadata
     whole = expected_pieces(holders[0].config) | pieces
-    data = read(folder, [key for key in entries if EXTRA_STATE.search(key) or (optimizer and key == GROUPS)])
+    also = (GROUPS, GROUP) if optimizer is not None else ()
+    data = read(folder, [key for key in entries if key.startswith(also) or EXTRA_STATE.search(key)])
+    groups = {key.removeprefix(GROUP): int(data.pop(key)) for key in [*data] if key.startswith(GROUP)}
     quantised = expected_states(holders[0].config)
     saved = {key: value for key, value in data.items() if key in quantised}
     problems = [*_weight_problems(entries, whole, {key: data[key] for key in data if key not in saved})]
     problems += state_problems(saved, quantised, holders[0].config)
     if optimizer is not None:
         problems += _optimizer_problems(entries, whole, pieces, optimizer, data.get(GROUPS))
+        problems += _group_problems(pieces, optimizer, groups)
     if problems:
         raise StateError(
             f"{folder} does not fit the model ({holders[0].config.pattern!r}); nothing has been loaded:\n  "
@@ -128,7 +133,7 @@ def load(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None
         piece.write(piece.parameter, tensors[key])
     write_states(_all_states(holders), saved, holders[0].config)
     if optimizer is not None:
-        _write_optimizer(optimizer, states, data[GROUPS])
+        _write_optimizer(optimizer, pieces, states, data[GROUPS])
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -138,8 +143,8 @@ def read_metadata(folder: Path) -> Metadata:
     """What a checkpoint holds; StateError if there is none."""
     try:
         return FileSystemReader(folder).read_metadata()
-    except (OSError, EOFError, ValueError) as error:
-        raise StateError(f"{folder} is no checkpoint that can be read: {error}") from error
+    except Exception as error:  # the metadata are a pickle: where that is damaged, any class of error comes
+        raise StateError(f"{folder} is no checkpoint that can be read: {type(error).__name__}: {error}") from error
 
 
 def read(folder: Path, keys: list[str]) -> dict[str, Any]:
@@ -226,7 +231,19 @@ def _state_name(key: str) -> str:
 def _optimizer_entries(pieces: Pieces, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """State tensors of a parameter's shape ride on its keys; 0-dim ones (Adam's step) stand under each of them."""
     entries: dict[str, Any] = {GROUPS: {"class": type(optimizer).__name__, "groups": _hyperparameters(optimizer)}}
+    held = {id(piece.parameter) for piece in pieces.values()}
+    strange = [list(p.shape) for p, state in optimizer.state.items() if state and id(p) not in held]
+    if strange:
+        shown = ", ".join(map(str, strange[:4])) + (", ..." if len(strange) > 4 else "")
+        raise StateError(
+            f"{type(optimizer).__name__} has state of {len(strange)} parameters that are not among those to be saved "
+            f"(shapes {shown}) and would be lost: save all chunks that it trains together, and give the rest an "
+            "optimizer of its own"
+        )
+    numbers = _group_numbers(optimizer)
     for key, piece in pieces.items():
+        if len(optimizer.param_groups) > 1 and id(piece.parameter) in numbers:
+            entries[f"{GROUP}{key}"] = torch.tensor(numbers[id(piece.parameter)])
         for name, value in optimizer.state.get(piece.parameter, {}).items():
             if value is None:
                 continue
@@ -241,7 +258,36 @@ def _optimizer_entries(pieces: Pieces, optimizer: torch.optim.Optimizer) -> dict
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    for number, group in enumerate(groups):
+        for name, value in group.items():
+            if not _is_plain(value):
+                raise StateError(
+                    f"{type(optimizer).__name__}'s {name}={value!r} of parameter group {number} ({type(value).__name__}) "
+                    "could be written, but is not read back, as reading runs no code: expected numbers, texts or tensors"
+                )
+    return groups
+
+
+def _is_plain(value: Any) -> bool:
+    """What is read back without running code."""
+    if type(value) in (list, tuple, dict):
+        return all(map(_is_plain, value)) and (type(value) is not dict or all(map(_is_plain, value.values())))
+    return value is None or type(value) in (bool, int, float, complex, str, Tensor)
+
+
+def _group_numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """By the parameters' ids."""
+    return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def _group_problems(mine: Pieces, optimizer: torch.optim.Optimizer, saved: Mapping[str, int]) -> Iterator[str]:
+    """Groups have their own learning rates, which must not reach other parameters because groups came in another order."""
+    numbers = _group_numbers(optimizer)
+    for key, piece in mine.items():
+        here, there = numbers.get(id(piece.parameter)), saved.get(key)
+        if None not in (here, there) and here != there:
+            yield f"{GROUPS}: {key} is in group {there} in the checkpoint, in group {here} in the optimizer"
 
 
 def _optimizer_problems(
@@ -306,7 +352,8 @@ def _collected_states(pieces: Pieces, tensors: Mapping[str, Tensor]) -> States:
     return states
 
 
-def _write_optimizer(optimizer: torch.optim.Optimizer, states: States, saved: dict[str, Any]) -> None:
+def _write_optimizer(optimizer: torch.optim.Optimizer, pieces: Pieces, states: States, saved: dict[str, Any]) -> None:
+    held = {id(piece.parameter) for piece in pieces.values()}
     for group, hyperparameters in zip(optimizer.param_groups, saved["groups"], strict=True):
         for name, value in hyperparameters.items():
             if isinstance(group.get(name), Tensor):
@@ -315,6 +362,8 @@ def _write_optimizer(optimizer: torch.optim.Optimizer, states: States, saved: di
                 group[name] = value
         on_device = group.get("capturable") or group.get("fused")
         for parameter in group["params"]:
+            if id(parameter) not in held:
+                continue  # of another chunk, which is loaded by itself, or of another model
             if parameter not in states:
                 optimizer.state.pop(parameter, None)
                 continue
@@ -334,7 +383,7 @@ def _write_optimizer(optimizer: torch.optim.Optimizer, states: States, saved: di
 def _holders(model: Any) -> tuple[Holder, ...]:
     if isinstance(model, Graphed):
         model = model.module
-    found = tuple(model) if isinstance(model, tuple | nn.ModuleList) else (model,)
+    found = tuple(model) if isinstance(model, tuple | list | nn.ModuleList) else (model,)
     if not found or not all(isinstance(one, HybridChunk | GPTModel) for one in found):
         names = ", ".join(type(one).__name__ for one in found)
         raise PlanError(f"a checkpoint of {names or 'nothing'}: expected a HybridModel, its chunks, or a GPTModel")

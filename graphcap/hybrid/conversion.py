@@ -21,8 +21,10 @@ from graphcap.hybrid.keys import OUTPUT_EXTRA_STATE, layer_pieces
 from graphcap.hybrid.mamba import MambaLayer
 from graphcap.hybrid.pattern import Pattern
 
-_LAYER: Final = re.compile(r"^(optimizer\.state\.[^.]+\.)?decoder\.layers\.(\d+)\.([^.]+)\.")
-_NORM: Final = re.compile(r"^((?:optimizer\.state\.[^.]+\.)?decoder\.)final_(?:layer)?norm\.")
+_OPTIMIZER: Final = r"optimizer\.(?:state\.[^.]+|group)\."
+_LAYER: Final = re.compile(rf"^({_OPTIMIZER})?decoder\.layers\.(\d+)\.([^.]+)\.")
+_NORM: Final = re.compile(rf"^((?:{_OPTIMIZER})?decoder\.)final_(?:layer)?norm\.")
+_DEPTH: Final = re.compile(r"^mtp\.layers\.(\d+)\.")
 _FAMILY: Final = {
     "mixer": "M",
     "self_attention": "*",
@@ -67,11 +69,12 @@ def convert(
     if pattern is None and config is None:
         raise StateError(f"{folder} has no config that tells its pattern: give the pattern")
     before = Pattern.parse(pattern if pattern is not None else config.pattern if config is not None else "")
+    _check_source(entries, before)
     after = Pattern.parse(_gpt_pattern(before) if to == "gpt" else to)
     places, dropped_layers, new_layers = _matched(before, after, drop_mamba)
     names: dict[str, str] = {}
     for key in entries:
-        name = _renamed(key, places, dropped_layers, after.grouped, before)
+        name = _renamed(key, places, dropped_layers, after.grouped)
         if name is not None:
             names[key] = name
     state: dict[str, Any] = {names[key]: value for key, value in read(folder, list(names)).items()}
@@ -80,6 +83,32 @@ def convert(
     made = _new_mamba_layers(new_layers, after, config, seed)
     write(state | made, Path(target), None if config is None else replace(config, pattern=str(after)))
     return Conversion(str(before), str(after), len(names), len(entries) - len(names), len(made))
+
+
+def _check_source(entries: list[str], before: Pattern) -> None:
+    """Whether a checkpoint has the layers of its pattern, each with experts or without, and its MTP depths: one that lacks
+    some would be converted into one that lacks some."""
+    held: dict[Place, str] = {}
+    for key in entries:
+        found = _LAYER.match(key)
+        if found and found[1] is None:
+            place = (_FAMILY.get(found[3], found[3]), int(found[2]))
+            expert = held.get(place) == "E" or key.startswith((f"{found[0]}router.", f"{found[0]}experts."))
+            held[place] = "E" if expert else "-" if place[0] == "MLP" else place[0]
+    expected = {(family, at): symbol for family, places in _places(before).items() for at, symbol in places}
+    wrong = [
+        f"layer {at}: {held.get((family, at), 'nothing')}, expected {expected.get((family, at), 'nothing')}"
+        for family, at in sorted(held.keys() | expected.keys(), key=lambda place: place[1])
+        if held.get((family, at)) != expected.get((family, at))
+    ]
+    depths = {found[1] for key in entries if (found := _DEPTH.match(key))}
+    if depths != set(map(str, range(before.mtp_depth))):
+        wrong.append(f"{len(depths)} MTP depths, expected {before.mtp_depth}")
+    if wrong:
+        raise StateError(
+            f"the checkpoint does not have the layers of {str(before)!r} ({'; '.join(wrong[:4])}"
+            f"{'; ...' if len(wrong) > 4 else ''}): is that the pattern of this checkpoint?"
+        )
 
 
 def _gpt_pattern(before: Pattern) -> str:
@@ -127,20 +156,15 @@ def _matched(before: Pattern, after: Pattern, drop_mamba: bool) -> tuple[dict[Pl
     return places, dropped, [] if old["M"] else [index for index, _ in new["M"]]
 
 
-def _renamed(
-    key: str, places: dict[Place, int], dropped: set[Place], grouped: bool, before: Pattern
-) -> str | None:
+def _renamed(key: str, places: dict[Place, int], dropped: set[Place], grouped: bool) -> str | None:
     """The key in the converted checkpoint; None: it is not in there."""
     if key == OUTPUT_EXTRA_STATE or key.startswith(f"{OUTPUT_EXTRA_STATE}/"):
         return None  # holds nothing; the new pattern decides whether there is one
     found = _LAYER.match(key)
     if found:
-        family = _FAMILY.get(found[3])
-        place = (family or "", int(found[2]))
+        place = (_FAMILY[found[3]], int(found[2]))
         if place in dropped:
             return None
-        if place not in places:
-            raise StateError(f"{key} is no key of the pattern {str(before)!r}: is that the pattern of this checkpoint?")
         start, stop = found.span(2)
         return f"{key[:start]}{places[place]}{key[stop:]}"
     return _NORM.sub(rf"\g<1>final_{'layernorm' if grouped else 'norm'}.", key)

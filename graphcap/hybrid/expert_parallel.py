@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphcap.errors import PlanError
+from graphcap.errors import PlanError, StateError
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +64,43 @@ class Layout:
         return sum(self.received)
 
 
-def agree(counts: Tensor, parallel: ExpertParallel) -> Layout:
+_ANSWERS = ("under no_grad", "no gradient wanted, neither of its rows nor of its experts", "trains")
+
+
+def agree(counts: Tensor, parallel: ExpertParallel, *, trained: bool = False) -> Layout:
     """Tell every rank how many rows come to it. counts: int64 [experts], rows of this rank for each expert of the group.
-    Reads the device once."""
+    trained: whether a gradient is wanted, of this rank's rows or experts. Reads the device once. StateError, on all ranks,
+    where some train and others do not: every rank's backward takes part in the others', which would wait forever."""
     if parallel.size == 1:
         return Layout(parallel, (), (), counts.view(1, -1), None)
-    mine = counts.contiguous()
+    said = torch.is_grad_enabled() * (1 + trained)
+    mine = torch.cat((counts.view(parallel.size, -1), counts.new_full((parallel.size, 1), said)), dim=1)
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=parallel.group)
-    outgoing, incoming = torch.stack((mine, theirs)).view(2, parallel.size, -1).tolist()
+    outgoing, incoming = torch.stack((mine, theirs)).tolist()
+    answers = [row.pop() for row in incoming]
+    if len(set(answers)) > 1:
+        found = ", ".join(f"rank {rank}: {_ANSWERS[answer]}" for rank, answer in enumerate(answers))
+        raise StateError(
+            f"ranks that share experts differ in what they train ({found}), but every rank's backward takes part in the "
+            "others': let all run under no_grad or none, and freeze experts so that each rank has some to train, or none has"
+        )
     return Layout(
         parallel,
-        tuple(map(sum, outgoing)),
+        tuple(sum(row[:-1]) for row in outgoing),
         tuple(map(sum, incoming)),
-        theirs.view(parallel.size, -1),
+        theirs[:, :-1],
         tuple(map(sum, zip(*incoming, strict=True))),
     )
 
 
-def send(rows: Tensor, layout: Layout) -> Tensor:
-    """rows [sum(sent), width], sorted by rank -> [sum(received), width], sorted by the rank that they come from."""
-    return _exchanged(rows, layout.sent, layout.received, layout.parallel)
+def send(rows: Tensor, layout: Layout, anchor: Tensor | None = None) -> Tensor:
+    """rows [sum(sent), width], sorted by rank -> [sum(received), width], sorted by the rank that they come from.
+
+    anchor: a weight that is trained behind the exchange, for rows that want no gradient. With everything frozen in front
+    of the experts, a rank's results want one only if its experts had rows; a backward that not all ranks run would wait
+    forever. By the anchor, whose own gradient is None, they always want one."""
+    return _exchanged(rows, layout.sent, layout.received, layout.parallel, anchor)
 
 
 def send_back(rows: Tensor, layout: Layout) -> Tensor:
@@ -92,10 +108,16 @@ def send_back(rows: Tensor, layout: Layout) -> Tensor:
     return _exchanged(rows, layout.received, layout.sent, layout.parallel)
 
 
-def _exchanged(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], parallel: ExpertParallel) -> Tensor:
+def _exchanged(
+    rows: Tensor,
+    sent: tuple[int, ...],
+    received: tuple[int, ...],
+    parallel: ExpertParallel,
+    anchor: Tensor | None = None,
+) -> Tensor:
     if parallel.size == 1:
         return rows
-    out: Tensor = _AllToAll.apply(rows, sent, received, parallel.group)  # type: ignore[no-untyped-call]
+    out: Tensor = _AllToAll.apply(rows, sent, received, parallel.group, anchor)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -104,19 +126,22 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup | None
+        ctx: Any,
+        rows: Tensor,
+        sent: tuple[int, ...],
+        received: tuple[int, ...],
+        group: dist.ProcessGroup | None,
+        anchor: Tensor | None,
     ) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return _all_to_all(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None, None
 
 
-def _all_to_all(
-    rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup | None
-) -> Tensor:
+def _all_to_all(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: dist.ProcessGroup | None) -> Tensor:
     out = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
     return out

@@ -32,8 +32,8 @@ class GPTLayer(nn.Module):
 
 
 class GPTModel(nn.Module):
-    """`model(tokens, labels=None)` as a `HybridModel`'s. config.pattern: one `[*-]` or `[*E]` per layer, no pipes, no
-    MTP; PatternError for others."""
+    """`model(tokens, labels=None)` as a `HybridModel`'s. config.pattern: one `[*-]` or `[*E]` per layer, at least one,
+    no MTP; PatternError for others. Pipes mean nothing here: it is whole."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class GPTModel(nn.Module):
                 "same pattern, or dataclasses.replace(config, quantization=None, ...)"
             )
         pattern = config.layers
-        if pattern.mtp or any(item not in (("*", "-"), ("*", "E")) for item in pattern.items):
+        if pattern.mtp or not pattern.items or any(item not in (("*", "-"), ("*", "E")) for item in pattern.items):
             raise pattern_error(pattern.text, 0, "a GPT model has one [*-] or [*E] per layer and no MTP layers")
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.hidden, device="meta")

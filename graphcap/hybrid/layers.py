@@ -58,10 +58,8 @@ class HybridLayer(PartialLayer):
         return (self.static("whole", f"hidden{self.config.first_microbatch} -> hidden"),)
 
     def static(self, method: str, signature: str) -> Part:
-        """A part whose shapes are static: graphed, unless its weight gradients are delayed. Those wait in a queue on the
-        host, which a graph would not fill at replay; a graph's own W step delays them."""
-        kind, reason = (EAGER, "weight gradients are delayed") if self.delayed else (GRAPHED, None)
-        return kind(method, signature, reason=reason)
+        """A part whose shapes are static."""
+        return static_part(method, signature, delayed=self.delayed)
 
     def recomputed(self, hidden: Tensor) -> Tensor:
         """The layer, of which the backward keeps the input alone."""
@@ -95,6 +93,13 @@ class HybridLayer(PartialLayer):
 
     def extra_repr(self) -> str:
         return f"{self.symbol!r}, layer_number={self.layer_number}, logical_index={self.logical_index}"
+
+
+def static_part(method: str, signature: str, *, delayed: bool) -> Part:
+    """A part whose shapes are static: graphed, unless its weight gradients are delayed. Those wait in a queue on the host,
+    which a graph would not fill at replay; a graph's own W step delays them."""
+    kind, reason = (EAGER, "weight gradients are delayed") if delayed else (GRAPHED, None)
+    return kind(method, signature, reason=reason)
 
 
 class RMSNorm(nn.Module):

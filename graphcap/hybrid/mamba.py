@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from graphcap.errors import PlanError
 from graphcap.hybrid.config import HybridConfig
 from graphcap.hybrid.layers import HybridLayer, RMSNorm, normal
 
@@ -81,13 +82,15 @@ def ssd_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, 
         state[t] = exp(dt[t] a) state[t-1] + dt[t] B[t] x[t]^T        y[t] = C[t]^T state[t] + d x[t]
 
     x: [batch, sequence, heads, head_dim]; dt: [batch, sequence, heads], positive; a (negative), d: [heads];
-    b, c: [batch, sequence, groups, state]. All of one dtype, at least float32; at least one token. The result is shaped
-    as x.
+    b, c: [batch, sequence, groups, state]. All of one dtype, at least float32; at least one token, else PlanError. The
+    result is shaped as x.
     Inside a block all tokens at once, by matrix products; from block to block the state is carried in a Python loop,
     whose length is a shape, not data: a graph holds it.
     """
     batch, tokens, heads, size = x.shape
     groups, state = b.shape[2:]
+    if tokens == 0:
+        raise PlanError("a Mamba layer got 0 tokens: expected at least one")
     chunk = min(chunk, tokens)
     rest = -tokens % chunk
     # A padded token has dt = 0: it neither decays the state nor adds to it.

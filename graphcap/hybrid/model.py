@@ -14,12 +14,13 @@ from torch.nn import functional as F
 from graphcap.errors import PatternError, PlanError
 from graphcap.hybrid.config import HybridConfig
 from graphcap.hybrid.grammar import pattern_error
-from graphcap.hybrid.layers import HybridLayer, RMSNorm, linear, normal
+from graphcap.hybrid.layers import HybridLayer, RMSNorm, linear, normal, static_part
 from graphcap.hybrid.moe import MoELayer
-from graphcap.hybrid.mtp import IGNORED_LABEL, MTPBlock, depth_targets, mean_cross_entropy, roll_left
+from graphcap.hybrid.mtp import IGNORED_LABEL, MTPBlock, depth_targets, masked, mean_cross_entropy, roll_left
 from graphcap.hybrid.quantization import Quantization, read_states
 from graphcap.hybrid.stack import LayerGroup, build_layers
 from graphcap.hybrid.tracker import MTP_LOSS, LayerTracker, attach_loss
+from graphcap.hybrid.wgrad import DelayedLinear
 from graphcap.partial_layer import GRAPHED, Part, PartialLayer, nested
 
 OutputProcessor = Callable[..., Any]
@@ -84,7 +85,7 @@ class HybridChunk(PartialLayer):
         *,
         embedding: nn.Embedding | None,
         final_norm: RMSNorm | None,
-        output_layer: nn.Linear | None,
+        output_layer: DelayedLinear | None,
         mtp: MTPBlock | None = None,
         tracker: LayerTracker | None = None,
         first: bool | None = None,
@@ -110,16 +111,18 @@ class HybridChunk(PartialLayer):
             self.inputs += ", tokens=None" if mtp is not None and not first else ""
             self.inputs += ", output_processor=None, output_processor_context=None"
             self.outputs = "output"
-            parts += self._ending()
         self.inputs += config.first_microbatch_input
         self._parts = tuple(parts)
 
     def _ending(self) -> list[Part]:
         """What comes behind the decoder's layers. The final norm runs once: in "head", or if there are MTP layers, which
         read normed states, in front of them; that the decoder may be empty changes nothing."""
+        if self.output_layer is None:
+            return []
+        delayed = self.output_layer.delayed
         given = "labels, loss_mask, {}output_processor, output_processor_context -> output"
         if self.mtp is None:
-            return [GRAPHED("head", "hidden, " + given.format(""))]
+            return [static_part("head", "hidden, " + given.format(""), delayed=delayed)]
         depths = range(1, len(self.mtp.layers) + 1)
         ahead = ", ".join(f"embedded_{depth}" for depth in depths)
         first = self.config.first_microbatch
@@ -133,11 +136,38 @@ class HybridChunk(PartialLayer):
             GRAPHED("embed_ahead", f"tokens -> {ahead}"),
             *steps,
             GRAPHED("join", f"{pieces} -> hidden"),
-            GRAPHED("mtp_head", "hidden, " + given.format("tokens, ")),
+            static_part("mtp_head", "hidden, " + given.format("tokens, "), delayed=delayed),
         ]
 
     def parts(self) -> Sequence[Part]:
-        return self._parts
+        return (*self._parts, *self._ending())
+
+    # ------------------------------------------------------------------------------------------ delayed weight gradients
+
+    @property
+    def delay_refused(self) -> str | None:
+        """Why `delayed_wgrad` can't delay the weight gradients of this chunk; None: it can."""
+        if self.output_layer is None or self.embedding is None or self.output_layer.weight is not self.embedding.weight:
+            return None
+        return (
+            "tie_embeddings=True and delayed weight gradients: a backward adds the output layer's gradient of the weight to "
+            "the embedding's first, and then both to .grad, which adding one of them later does not equal. Untie them, or "
+            "delay those of the layers alone: delayed_wgrad(model.decoder)"
+        )
+
+    def need_backward_dw(self) -> bool:
+        """False: `backward_dw` passes the call on to modules below, and has no work of its own."""
+        return False
+
+    def backward_dw(self) -> None:
+        """The delayed weight gradients of one backward through the whole chunk: output layer, MTP depths (in training mode),
+        layers, the last first. Where an output_processor runs the output layer another number of times than once, call
+        `backward_dw` of the parts instead."""
+        depths = list(self.mtp.depths()) if self.mtp is not None and self.training else []
+        if self.output_layer is not None:
+            self.output_layer.backward_dw(1 + len(depths))
+        for part in (*reversed(depths), *reversed(list(self.decoder.layers))):
+            part.backward_dw()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens: int64 [batch, sequence] -> hidden."""
@@ -160,8 +190,12 @@ class HybridChunk(PartialLayer):
         return made if len(made) > 1 else made[0]
 
     def join(self, *pieces: Tensor) -> Tensor:
-        """The decoder's normed states and those of every MTP depth, one after the other along the sequence."""
-        return torch.cat(pieces, dim=1)
+        """The decoder's normed states and those of every MTP depth, one after the other along the sequence. In evaluation
+        the depths have no loss and get no gradient (one of zeros would still move weights, by decay and momentum)."""
+        decoded, *ahead = pieces
+        if not self.training:
+            ahead = [piece.detach() for piece in ahead]
+        return torch.cat((decoded, *ahead), dim=1)
 
     def head(
         self,
@@ -243,9 +277,7 @@ class HybridChunk(PartialLayer):
         logits = self.output_layer(hidden)
         if labels is None:
             return HybridOutput(None, logits)
-        if loss_mask is not None:
-            labels = labels.masked_fill(~loss_mask, IGNORED_LABEL)
-        return HybridOutput(self.language_model_loss(labels, logits), logits)
+        return HybridOutput(self.language_model_loss(masked(labels, loss_mask), logits), logits)
 
     def language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Mean cross entropy over the tokens whose label is not -100, in at least float32."""
@@ -354,6 +386,7 @@ class HybridModel(HybridChunk):
     def chunks(self, n: int | None = None) -> tuple[HybridChunk, ...]:
         """This model in `n` pieces that share its modules: called one after the other they compute what it computes.
 
+        They start in the model's mode, training or evaluation, and are set to another one each (`chunk.eval()`).
         A pattern with pipes says where to cut: one chunk per segment, and `n` may be left out. Otherwise the logical
         layers are shared out evenly. PatternError, a PlanError, if they can't be.
         """
@@ -372,7 +405,7 @@ class HybridModel(HybridChunk):
 
     def _chunk(self, start: int, size: int, first: bool, last: bool) -> HybridChunk:
         layers = {index: self.decoder.layers[index] for index in range(start, start + size)}
-        return HybridChunk(
+        chunk = HybridChunk(
             self.config,
             layers,
             embedding=self.embedding if first or (last and self.mtp is not None) else None,
@@ -383,6 +416,9 @@ class HybridModel(HybridChunk):
             first=first,
             quantization=self.quantization,
         )
+        for own in (chunk, chunk.decoder, chunk.decoder.layers):  # what it does not share with the model
+            own.training = self.training
+        return chunk
 
     def _refused(self, n: int | None, why: str) -> PatternError:
         text = self.config.pattern

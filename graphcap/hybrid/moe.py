@@ -187,8 +187,9 @@ class MoELayer(HybridLayer):
 
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Layout]:
         """Rows to the ranks of their experts: received [R, hidden], by rank that sent them, then by expert."""
-        layout = agree(counts, self.parallel)
-        return send(rows, layout), layout
+        anchor = None if rows.requires_grad else next(self._trained_weights(), None)
+        layout = agree(counts, self.parallel, trained=rows.requires_grad or anchor is not None)
+        return send(rows, layout, anchor), layout
 
     def experts(self, received: Tensor, layout: Layout, first: bool | None = None) -> Tensor:
         """Each expert of this rank on its rows: [R, hidden] to the same, in the same order."""
@@ -258,7 +259,7 @@ class MoELayer(HybridLayer):
 
     def _noting(self, made: Tensor, ran: tuple[SwiGLU | GroupedSwiGLU, ...]) -> Tensor:
         """Delayed: the backward notes which experts had rows, for `experts_backward_dw`."""
-        if self.delayed and made.requires_grad:
+        if self.delayed and made.requires_grad and any(True for _ in self._trained_weights()):
 
             def compute() -> None:
                 for mlp in reversed(ran):
@@ -274,6 +275,21 @@ class MoELayer(HybridLayer):
             return self.te_experts
         return self.grouped if self.config.expert_gemm == "grouped" else self.expert_mlps
 
+    def _trained_weights(self) -> Iterator[nn.Parameter]:
+        """The weights of this rank's experts that are not frozen."""
+        return (weight for weight in self.routed_experts.parameters() if weight.requires_grad)
+
+    def need_backward_dw(self) -> bool:
+        """False: `backward_dw` passes the call on to modules below. PlanError, to `graphcap.capture` which asks this, while
+        weight gradients are delayed."""
+        if self.delayed:
+            raise PlanError(
+                f"capture of layer {self.layer_number} ('E') with delayed weight gradients: which experts have any depends "
+                "on the data, and a capture runs those of the sample. Capture without delayed_wgrad, or under an overlapped "
+                "schedule: OverlapSchedule(model, delay_wgrad=True).capture_graphs(...)"
+            )
+        return False
+
     def delay_experts(self, delayed: bool) -> None:
         """Delay the routed experts' weight gradients, or don't; those of the shared expert stay as they are."""
         set_delayed(self.routed_experts, delayed)
@@ -286,7 +302,7 @@ class MoELayer(HybridLayer):
 
     def experts_backward_dw(self) -> None:
         """Of the routed experts that had rows: after the backward of `experts`."""
-        if self.delayed:
+        if self.delayed and any(True for _ in self._trained_weights()):
             self.outstanding.run_next()
 
     def shared_backward_dw(self) -> None:
@@ -351,7 +367,8 @@ class GroupedSwiGLU(nn.Module):
         """Drop the experts that live on other ranks."""
         for name in ("gate_up", "down"):
             whole = getattr(self, name)
-            setattr(self, name, nn.Parameter(whole.detach()[numbers.start : numbers.stop].clone()))
+            share = whole.detach()[numbers.start : numbers.stop].clone()
+            setattr(self, name, nn.Parameter(share, requires_grad=whole.requires_grad))
 
     def need_backward_dw(self) -> bool:
         """Whether a backward leaves work of this module's own to `backward_dw`; asked by `graphcap.capture`."""

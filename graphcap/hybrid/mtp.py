@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from graphcap.errors import PlanError
 from graphcap.hybrid.config import HybridConfig
-from graphcap.hybrid.layers import HybridLayer, RMSNorm, linear
+from graphcap.hybrid.layers import HybridLayer, RMSNorm, linear, static_part
 from graphcap.hybrid.quantization import Quantization
 from graphcap.hybrid.stack import build_layers
 from graphcap.partial_layer import GRAPHED, Part, PartialLayer, nested
@@ -43,10 +44,20 @@ class MTPDepth(PartialLayer):
         self.final_layernorm = RMSNorm(config.hidden, config)
         signature = f"hidden{config.first_microbatch} -> hidden"
         inner = [nested(f"mtp_model_layer.layers.{i}", signature) for i in range(len(config.layers.mtp))]
-        self._parts = (GRAPHED("enter", "hidden, embedded -> hidden"), *inner, GRAPHED("leave", "hidden -> hidden"))
+        self._rest = (*inner, GRAPHED("leave", "hidden -> hidden"))
 
     def parts(self) -> Sequence[Part]:
-        return self._parts
+        return (static_part("enter", "hidden, embedded -> hidden", delayed=self.eh_proj.delayed), *self._rest)
+
+    def need_backward_dw(self) -> bool:
+        """False: `backward_dw` passes the call on to modules below, and has no work of its own."""
+        return False
+
+    def backward_dw(self) -> None:
+        """The delayed weight gradients of one backward, the last layer first, the projection at the end."""
+        for layer in reversed(list(self.physical_layers())):
+            layer.backward_dw()
+        self.eh_proj.backward_dw()
 
     def enter(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """Norm both, join, project."""
@@ -95,9 +106,20 @@ def depth_targets(depth: int, labels: Tensor | None, loss_mask: Tensor | None, t
     if labels is None:
         assert tokens is not None
         labels = roll_left(tokens, 1, IGNORED_LABEL)
-    if loss_mask is not None:
-        labels = labels.masked_fill(~loss_mask, IGNORED_LABEL)  # masked, then rolled: that is in lockstep
-    return roll_left(labels, depth, IGNORED_LABEL)
+    return roll_left(masked(labels, loss_mask), depth, IGNORED_LABEL)  # masked, then rolled: that is in lockstep
+
+
+def masked(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
+    """`labels` with -100 where the mask says False. PlanError for a mask that is not bool or has another shape: of a mask of
+    numbers it could not be said which of them count."""
+    if loss_mask is None:
+        return labels
+    if loss_mask.dtype != torch.bool or loss_mask.shape != labels.shape:
+        raise PlanError(
+            f"loss_mask: {loss_mask.dtype} of shape {list(loss_mask.shape)}: expected torch.bool of the labels' shape "
+            f"{list(labels.shape)}, True where a token counts (mask > 0 makes one of a mask of numbers)"
+        )
+    return labels.masked_fill(~loss_mask, IGNORED_LABEL)
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:

@@ -339,7 +339,7 @@ class OverlapSchedule:
                 set_delayed(chunk, False)
             return
         for unit in (unit for units in self.units for unit in units):
-            unit.delay(True, pre_graphed=self.graphs is not None)
+            unit.delay(True)
 
     # ---------------------------------------------------------------------------------------------------- graphs
 
@@ -375,9 +375,23 @@ class OverlapSchedule:
         sample = torch.linspace(-1, 1, config.hidden, dtype=config.dtype, device=tokens.device)
         sample = sample.expand(*tokens.shape, config.hidden).clone()
         issued = self._pre_dispatch_steps(runs, units)
-        self.graphs = PreDispatchGraphs(units, issued, sample, self.delay_wgrad, backend, options)
+        with self._recorded_delayed(units):
+            self.graphs = PreDispatchGraphs(units, issued, sample, self.delay_wgrad, backend, options)
         self.units = units
         return True
+
+    @contextmanager
+    def _recorded_delayed(self, units: Sequence[Sequence[Unit]]) -> Iterator[None]:
+        """Inside, slot 1 puts its weight gradients off as it does in steps: a graph of its own then holds their products
+        alone. (Autograd's split of a backward would run all of it a second time for them.)"""
+        slots = [unit.pre for of_chunk in units for unit in of_chunk if unit.pre is not None]
+        for pre in slots:
+            pre.delay(self.delay_wgrad)
+        try:
+            yield
+        finally:
+            for pre in slots:
+                pre.delay(False)
 
     def _pre_dispatch_steps(
         self,

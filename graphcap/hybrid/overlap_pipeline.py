@@ -51,8 +51,8 @@ class PipelineOverlap:
 
     schedule: an OverlapSchedule of this rank's chunks, in order. The chunk of the first stage takes tokens, that of the
     last stage labels. ranks: global rank of each pipeline rank; None: 0, 1, ...
-    by_order: messages find each other by the order in which they are sent, on a process group per edge of the pipeline
-    (as NCCL needs it), not by tags; None: on a GPU. The first step then makes the groups, on all pipeline ranks.
+    by_order: messages find each other by the order in which they are sent, on process groups of their own (as NCCL needs
+    it), not by tags; None: on a GPU. The first step then makes the groups: all ranks of the default group must run one.
 
     The embedding that MTP on the last stage reads is the first stage's weight: every step adds both ranks' gradients of
     it to `.grad` on both, so that the two copies stay one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,10 @@ class Edge:
     gradient: bool
 
 
+LANES: Final = ((False, False), (True, False), (False, True), (True, True))
+"""Kinds of edges, (of gradients, between the last rank and the first): of one kind, two ranks have one edge at most."""
+
+
 def edges_of(place: Place) -> list[Edge]:
     """Every edge of the pipeline, in the same order on every rank; from the last rank back to the first only where a rank
     has several chunks."""
@@ -53,52 +58,61 @@ def edges_of(place: Place) -> list[Edge]:
 class Lines:
     """How messages of one edge find each other.
 
-    by_order: each edge has a process group of its own, made once, on which messages need no tags. NCCL has none, and runs
-    what is sent and received on one communicator one after the other, so that two ranks that first send to each other
-    would wait forever; on a group of its own a message waits for nothing but those sent before it the same way, which
-    the receiver asks for first. The groups are made, and one message sent on each, in the same order everywhere: NCCL joins
-    two ranks at their first message, for which the host waits. Else: the default group, and tags.
+    by_order: no two edges share a communicator, and messages need no tags. NCCL has none, and runs what two ranks send each
+    other on one communicator one after the other, so that ranks that first send to each other would wait forever; on its
+    own a message waits for nothing but those sent before it the same way, which the receiver asks for first. NCCL has a
+    communicator per pair of ranks of a process group, so there is a group for each kind of edge: `LANES`. All ranks of the
+    default group make them together, those of other pipelines too, and send one message on each edge in one order: NCCL
+    joins two ranks at their first message, for which the host waits. Else: the default group, and tags.
     """
 
     def __init__(self, place: Place, ranks: Sequence[int], device: torch.device, *, by_order: bool) -> None:
         self.place, self.ranks, self.by_order = place, tuple(ranks), by_order
-        self.groups: dict[Edge, dist.ProcessGroup] = {}
-        if by_order:
-            for edge in edges_of(place):
-                if place.pp_rank in (edge.sender, edge.receiver):
-                    members = sorted(self.ranks[rank] for rank in (edge.sender, edge.receiver))
-                    self.groups[edge] = dist.new_group(members, use_local_synchronization=True)
-                    self._first_message(edge, torch.zeros(1, device=device))
-        self._ends = None
-        if by_order and place.pp_size > 1 and place.pp_rank in (0, place.pp_size - 1):
-            members = sorted((self.ranks[0], self.ranks[-1]))
-            self._ends = dist.new_group(members, use_local_synchronization=True)
+        self.groups: dict[tuple[bool, bool], dist.ProcessGroup] = {}
+        if not by_order:
+            return
+        pipelines: list[tuple[int, ...]] = [()] * dist.get_world_size()
+        dist.all_gather_object(pipelines, self.ranks)
+        for pipeline in sorted(set(pipelines)):
+            for lane in LANES:
+                group = dist.new_group(list(pipeline))
+                if pipeline == self.ranks:
+                    self.groups[lane] = group
+        for edge in edges_of(place):
+            self._first_message(edge, torch.zeros(1, device=device))
 
     def _first_message(self, edge: Edge, word: Tensor) -> None:
-        group = self.groups[edge]
+        group = self._group(edge)
         if edge.sender == self.place.pp_rank:
             dist.send(word, self.ranks[edge.receiver], group=group)
-        else:
+        elif edge.receiver == self.place.pp_rank:
             dist.recv(word, self.ranks[edge.sender], group=group)
+
+    def _group(self, edge: Edge) -> dist.ProcessGroup | None:
+        """None: the default group."""
+        first, last = (edge.receiver, edge.sender) if not edge.gradient else (edge.sender, edge.receiver)
+        return self.groups.get((edge.gradient, (first, last) == (0, self.place.pp_size - 1)))
 
     def isend(self, tensor: Tensor, receiver: int, gradient: bool, tag: int) -> dist.Work | None:
         edge = Edge(self.place.pp_rank, receiver, gradient)
-        group, tag = (self.groups[edge], 0) if self.by_order else (None, tag)
-        return dist.isend(tensor, self.ranks[receiver], group=group, tag=tag)
+        return dist.isend(tensor, self.ranks[receiver], group=self._group(edge), tag=0 if self.by_order else tag)
 
     def recv(self, buffer: Tensor, sender: int, gradient: bool, tag: int) -> None:
         edge = Edge(sender, self.place.pp_rank, gradient)
-        group, tag = (self.groups[edge], 0) if self.by_order else (None, tag)
-        dist.recv(buffer, self.ranks[sender], group=group, tag=tag)
+        dist.recv(buffer, self.ranks[sender], group=self._group(edge), tag=0 if self.by_order else tag)
 
     def sum_over_ends(self, tensor: Tensor) -> Tensor:
         """Of the first and the last rank, which call it alike: what the first has plus what the last has."""
         first = self.place.pp_rank == 0
         other = self.ranks[-1 if first else 0]
         mine, theirs = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        steps = [dist.send, dist.recv] if first else [dist.recv, dist.send]
-        for step in steps:
-            step(mine if step is dist.send else theirs, other, group=self._ends, tag=_ENDS_TAG)
+        group, tag = (self.groups[LANES[0]], 0) if self.by_order else (None, _ENDS_TAG)
+        if first:
+            dist.send(mine, other, group=group, tag=tag)
+            dist.recv(theirs, other, group=group, tag=tag)
+        else:
+            dist.recv(theirs, other, group=group, tag=tag)
+            dist.send(mine, other, group=group, tag=tag)
         return mine + theirs if first else theirs + mine
 
 

@@ -7,7 +7,6 @@ recipe keeps nothing or a layer has not run yet. Nothing in it is code, so it is
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -130,13 +129,10 @@ def _fresh(name: str, like: Tensor) -> Tensor:
 
 
 def _start(owner: Any, whole: Value, products: int, recipe: Any) -> None:
-    """A module of Transformer Engine that has not run yet makes its tensors from what its own checkpoints hold."""
-    content = {
-        "recipe": recipe,
-        "scale_fwd": whole["scale_fwd"],
-        "amax_history_fwd": whole["hist_fwd"],
-        "scale_bwd": whole["scale_bwd"],
-        "amax_history_bwd": whole["hist_bwd"],
-        "extra_fp8_variables": {"num_gemms": products},
-    }
-    owner.set_extra_state(torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8))
+    """A module of Transformer Engine that has not run yet makes its tensors as its `set_extra_state` would. That one takes
+    pickled entries alone, and none without NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1; ours are plain tensors."""
+    owner.fp8_meta.update(num_gemms=products, recipe=recipe)
+    owner.init_fp8_meta_tensors(recipe)
+    for key, way in (("scaling_fwd", "fwd"), ("scaling_bwd", "bwd")):
+        owner.fp8_meta[key].scale.copy_(whole[f"scale_{way}"])
+        owner.fp8_meta[key].amax_history.copy_(whole[f"hist_{way}"])

@@ -64,6 +64,7 @@ class DiscardedOutput:
         self._bytes = 0
         self._again: tuple[Tensor, Tensor] | None = None
         self._fired = False
+        self._trained = False  # whether the value has a backward of its own
         self._triggers = 0
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -82,18 +83,18 @@ class DiscardedOutput:
 
     def recompute(self, _: Tensor) -> None:
         """The hook: the value is there again, and with it the graph that its own backward goes through."""
-        if self._fired or self._source is None:
+        if self._fired or self._source is None or (not self._trained and self._triggers > 1):
             raise StateError(
                 "a discarded norm output was asked to be computed a second time: exactly one hook belongs to it, on the "
                 "experts' output. A hook on the combined output runs on the communication stream, from which it would take "
                 "the value's memory, though its readers run on the other: gradients of the layers in front may be wrong"
             )
         assert self._storage is not None
-        self._fired = True
-        with torch.enable_grad():
-            leaf = self._source.detach().requires_grad_()
+        with torch.set_grad_enabled(self._trained):
+            leaf = self._source.detach().requires_grad_(self._trained)
             out = self._run(leaf)
-        self._again = (leaf, out)
+        if self._trained:  # else no backward comes that would make room for the next one, through a retained graph
+            self._fired, self._again = True, (leaf, out)
         self._storage.resize_(self._bytes)
         value = torch.empty(0, dtype=self._dtype, device=out.device)
         value.set_(self._storage, 0, self._shape, out.stride()).copy_(out.detach())
@@ -125,6 +126,7 @@ class _Discarded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, keeper: DiscardedOutput, *parameters: Tensor) -> Tensor:
         ctx.keeper = keeper
+        keeper._trained = any(ctx.needs_input_grad)
         return keeper._computed(x)
 
     @staticmethod
@@ -147,7 +149,7 @@ def not_kept(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor)
 
     def pack(saved: Tensor) -> Tensor | tuple[Sequence[int], Sequence[int], int]:
         if saved.numel() == 0 or saved.untyped_storage().data_ptr() != place:
-            return saved
+            return saved.detach()  # a node that saved its own output would keep itself alive; torch restores the rest
         return saved.size(), saved.stride(), int(saved.storage_offset())
 
     def unpack(kept: Tensor | tuple[Sequence[int], Sequence[int], int]) -> Tensor:

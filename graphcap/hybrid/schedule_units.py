@@ -138,10 +138,10 @@ class Unit:
     pre: PreDispatch | None
     tail: HybridLayer | None
 
-    def delay(self, delayed: bool, *, pre_graphed: bool) -> None:
-        """Whether backwards leave weight gradients to `dw`. A graphed slot 1 has a graph of its own for them."""
+    def delay(self, delayed: bool) -> None:
+        """Whether backwards leave weight gradients to `dw`; of a graphed slot 1, to a graph of its own."""
         if self.pre is not None:
-            self.pre.delay(delayed and not pre_graphed)
+            self.pre.delay(delayed)
         if isinstance(self.tail, MoELayer):
             self.tail.delay_experts(delayed)
         elif self.tail is not None:

@@ -62,9 +62,7 @@ class LayerTracker(nn.Module):
     rows: Tensor
     loss_scale: Tensor
 
-    def __init__(
-        self, layers: int, mtp_depth: int = 0, experts: int = 0, *, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, layers: int, mtp_depth: int = 0, experts: int = 0, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.layers, self.mtp_depth = layers, mtp_depth
         size = layers + mtp_depth
@@ -93,7 +91,9 @@ class LayerTracker(nn.Module):
         return layer_number - 1
 
     def record(self, metric: str, slot: int, value: Tensor) -> None:
-        """Add a 0-dim value, on the device."""
+        """Add a 0-dim value, on the device; PlanError for a metric that is none of `METRICS`."""
+        if metric not in METRICS:
+            raise PlanError(f"metric {metric!r}: expected one of {', '.join(METRICS)}")
         index = METRICS.index(metric)
         with torch.no_grad():
             self.sums[index, slot].add_(value.detach())

@@ -74,7 +74,12 @@ class DelayedLinear(nn.Linear):
         """x: [..., inputs]. is_first_microbatch: of quantised layers, which are called alike; it changes nothing here."""
         if not (self.delayed and torch.is_grad_enabled() and self.weight.requires_grad):
             return F.linear(x, self.weight)
-        out: Tensor = _Linear.apply(x, _alias(self.weight), (self.weight,), self.outstanding)  # type: ignore[no-untyped-call]
+        alias, kind = _alias(self.weight, x), x.device.type
+        if torch.is_autocast_enabled(kind) and torch.float64 not in (x.dtype, alias.dtype):
+            # Here as autocast does it, so that the backward, which may run outside, finds all of one dtype.
+            dtype = torch.get_autocast_dtype(kind)
+            x, alias = x.to(dtype), _alias(self.weight.to(dtype), x)
+        out: Tensor = _Linear.apply(x, alias, (self.weight,), self.outstanding)  # type: ignore[no-untyped-call]
         return out
 
     def need_backward_dw(self) -> bool:
@@ -91,13 +96,14 @@ class DelayedLinear(nn.Linear):
             grad = self.outstanding.run_next()
             for _ in range(uses - 1):
                 grad = grad + self.outstanding.run_next()
-            accumulate(self.weight, grad)
+            accumulate(self.weight, grad.to(self.weight.dtype))
 
 
-def _alias(weight: Tensor) -> Tensor:
-    """A leaf on the weight's memory that makes the output differentiable. The weight itself would be told that its
-    gradient is None, and its hooks would run a first time; inside a tuple autograd does not see it."""
-    return weight.detach().requires_grad_()
+def _alias(weight: Tensor, x: Tensor) -> Tensor:
+    """The weight's memory, without the weight: it would be told that its gradient is None, and its hooks would run a first
+    time; inside a tuple autograd does not see it. A leaf that makes the output differentiable, if `x` does not. (A capture
+    refuses leaves that are no parameters, whose gradient it would lose.)"""
+    return weight.detach().requires_grad_(not x.requires_grad)
 
 
 class _Linear(torch.autograd.Function):
@@ -127,7 +133,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, queue: WgradQueue |
     queue the weight gradient is delayed."""
     if queue is None or not (torch.is_grad_enabled() and weight.requires_grad):
         return F.grouped_mm(x, weight, offs=ends)
-    out: Tensor = _Grouped.apply(x, _alias(weight), (weight,), ends, queue)  # type: ignore[no-untyped-call]
+    out: Tensor = _Grouped.apply(x, _alias(weight, x), (weight,), ends, queue)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -123,8 +123,9 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[key]) for key, value in weights(stages).items())
 
     assert found["refused 0"] == found["refused 1"]
-    assert "decoder.layers.0.mlp.experts.experts.3.linear_fc1.weight: shape [32, 16] in the checkpoint, [16, 16]" in (
-        found["refused 0"]
+    assert (
+        "decoder.layers.0.mlp.experts.experts.3.linear_fc1.weight: shape [32, 16] in the checkpoint, [16, 16]"
+        in (found["refused 0"])
     )
     assert found["report 0"] == found["report 1"]
     slots, mean, rows = found["report 0"]
@@ -132,3 +133,49 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert mean == 1.5
     assert rows[:2] == ((0, 1, 2, 3), (1, 1, 2, 3))
     assert found["own 0"] == 1
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "loop": {"experts": 8},
+    "grouped": {"experts": 8, "expert_gemm": "grouped", "dtype": torch.bfloat16},
+}
+
+
+def pass_on(rank: int, port: int, ranks: int, source: str, target: str, values: dict[str, Any]) -> None:
+    """Load, and save as so many ranks."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    try:
+        model = shard_experts(model_of(10 + ranks, **values))
+        assert isinstance(model, HybridModel)
+        optimizer = adam(model)
+        load(model, source, optimizer)
+        save(model, target, optimizer)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_numbers_of_expert_ranks(kind: str, tmp_path: Path) -> None:
+    """One rank, four, two, one: weights and the optimizer's state are those of the start, bit for bit."""
+    values = KINDS[kind]
+    model, other = model_of(1, **values), model_of(2, **values)
+    optimizer, theirs = adam(model), adam(other)
+    for _ in range(2):
+        step(model, optimizer)
+    save(model, tmp_path / "1", optimizer)
+    for ranks, source, target in ((4, "1", "4"), (2, "4", "2")):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        folders = str(tmp_path / source), str(tmp_path / target)
+        mp.spawn(pass_on, args=(port, ranks, *folders, values), nprocs=ranks)
+    load(other, tmp_path / "2", theirs)
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, its)
+        assert optimizer.state[mine].keys() == theirs.state[its].keys()
+        assert all(torch.equal(value, theirs.state[its][name]) for name, value in optimizer.state[mine].items())
+    assert len(theirs.state) > 20

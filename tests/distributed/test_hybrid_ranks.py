@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from graphcap.errors import PlanError
+from graphcap.errors import PlanError, StateError
 from graphcap.hybrid import ExpertParallel, HybridConfig, HybridModel, MoELayer, delayed_wgrad, shard_experts
 from graphcap.hybrid.expert_parallel import agree, send, send_back
 from graphcap.hybrid.overlap import OverlapSchedule
@@ -25,9 +25,7 @@ from graphcap.testing import compare, deterministic
 from tests.hybrid.overlap_twin import COVERING, OTHERS, PATTERNS, Case, average, batches_of, model_of, run_beside_twin
 
 
-def join(
-    rank: int, port: int, ranks: int, backend: str, work: Callable[..., None], arguments: tuple[object, ...]
-) -> None:
+def join(rank: int, port: int, ranks: int, backend: str, work: Callable[..., None], arguments: tuple[object, ...]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     if backend == "nccl":
@@ -121,6 +119,112 @@ def a_rank_without_rows_takes_part() -> None:
     assert [grad is None for grad in grads] == [dist.get_rank() == 1] * len(grads)
 
 
+def all_rows_to_one_rank(model: torch.nn.Module) -> None:
+    """The router says nothing, and of equals the first `top_k` experts are chosen: those of one rank."""
+    for layer in [module for module in model.modules() if isinstance(module, MoELayer)]:
+        layer.router_weight.data.zero_()
+
+
+def train_experts_alone(model: torch.nn.Module, *numbers: int) -> None:
+    for name, parameter in model.named_parameters():
+        wanted = [f".expert_mlps.{number}." for number in numbers] or [".expert_mlps."]
+        parameter.requires_grad_(any(part in name for part in wanted))
+
+
+def experts_alone_are_trained_and_one_rank_has_no_rows() -> None:
+    """Nothing in front of the experts wants a gradient, so that a rank's results want one only where its experts had rows:
+    yet all ranks run the same exchanges backwards, or they would wait for each other forever. Eager, delayed, captured;
+    the gradients are those of one rank with all experts."""
+    for pattern, delayed, recompute in (("E-", False, "none"), ("E[*E]", True, "none"), ("E-", False, "norm")):
+        config = HybridConfig(pattern=pattern, vocab=64, experts=4, recompute=recompute)  # type: ignore[arg-type]
+        torch.manual_seed(3)
+        whole = HybridModel(config)
+        all_rows_to_one_rank(whole)
+        model = shard_experts(copy.deepcopy(whole))
+        for one in (whole, model):
+            train_experts_alone(one)
+            with delayed_wgrad(one, delayed):
+                for step in range(2):  # the same batch on both ranks
+                    tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step))
+                    one(tokens, tokens).loss.backward()
+                    if delayed:
+                        for layer in reversed(list(one.decoder.layers)):  # type: ignore[union-attr,arg-type]
+                            layer.backward_dw()
+        theirs = dict(whole.named_parameters())
+        mine = {name: p.grad for name, p in model.named_parameters() if ".expert_mlps." in name}
+        assert any(grad is not None for grad in mine.values()) == (parallel_rank_of(model) == hot_rank(whole))
+        for name, grad in mine.items():
+            other = theirs[name].grad
+            assert (grad is None) == (other is None)
+            if grad is not None and other is not None:
+                torch.testing.assert_close(grad, 2 * other, rtol=1e-5, atol=1e-8)
+
+    def build() -> HybridModel:
+        made = HybridModel(HybridConfig(pattern="E[*E]", vocab=64))
+        all_rows_to_one_rank(made)
+        shard_experts(made)
+        train_experts_alone(made)
+        return made
+
+    report = compare(build, lambda step: (batches_of(step)[0], {}), steps=3, backend="tape")
+    assert report or str(report) == "no parameter ever got a gradient"
+
+
+def parallel_rank_of(model: torch.nn.Module) -> int:
+    return next(module.parallel.rank for module in model.modules() if isinstance(module, MoELayer))
+
+
+def hot_rank(whole: torch.nn.Module) -> int:
+    """The rank whose experts had the rows; of two ranks with two experts each."""
+    numbers = {int(name.split(".expert_mlps.")[1][0]) for name, p in whole.named_parameters() if p.grad is not None}
+    (rank,) = {number // 2 for number in numbers}
+    return rank
+
+
+def ranks_that_train_differently_are_refused() -> None:
+    """On both, instead of a backward that waits forever."""
+    rank = dist.get_rank()
+    model = shard_experts(model_of(Case("E", False, False, False)))
+    with pytest.raises(StateError, match="rank 0: trains, rank 1: under no_grad"), torch.set_grad_enabled(rank == 0):
+        model(*batches_of(0)[0])
+    train_experts_alone(model, 0)
+    with pytest.raises(StateError, match="rank 0: trains, rank 1: no gradient wanted"):
+        model(*batches_of(0)[0])
+    with torch.no_grad():  # all of them
+        model(*batches_of(0)[0])
+
+
+def stacked_experts_stay_frozen() -> None:
+    layer = MoELayer(HybridConfig(expert_gemm="grouped", dtype=torch.bfloat16))
+    layer.grouped.down.requires_grad_(False)
+    shard_experts(layer)
+    assert [p.requires_grad for p in layer.grouped.parameters()] == [True, False]
+
+
+def a_rank_without_rows_of_stacked_experts() -> None:
+    """Grouped products of no rows, forwards and backwards, delayed and not; and without grad, and in eval mode."""
+    config = HybridConfig(expert_gemm="grouped", dtype=torch.bfloat16, shared_ffn=16)
+    layer = MoELayer(config)
+    all_rows_to_one_rank(layer)
+    shard_experts(layer)
+    twin = copy.deepcopy(layer)
+    hidden = torch.randn(1, 6, 32, dtype=torch.bfloat16, requires_grad=True)
+    grads = []
+    for one, delayed in ((layer, True), (twin, False)):
+        with delayed_wgrad(one, delayed):
+            one(hidden).float().square().sum().backward()
+            one.backward_dw()
+        with torch.no_grad():
+            one(hidden)
+        one.eval()(hidden)
+        grads.append([p.grad for p in one.parameters()])
+    for a, b in zip(*grads, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+    assert layer.shared_mlp is not None
+    assert bool(layer.shared_mlp.down.weight.grad.any())
+
+
 def captured_with_experts_elsewhere() -> None:
     def build() -> HybridModel:
         model = model_of(Case("[*E]M", True, False, False))
@@ -138,6 +242,10 @@ def exchanges(cases: list[Case]) -> None:
     shared_out_experts_compute_what_all_compute()
     experts_that_do_not_divide_are_refused()
     a_rank_without_rows_takes_part()
+    a_rank_without_rows_of_stacked_experts()
+    experts_alone_are_trained_and_one_rank_has_no_rows()
+    ranks_that_train_differently_are_refused()
+    stacked_experts_stay_frozen()
     captured_with_experts_elsewhere()
     for case in cases:
         run_beside_twin(case, 5, sharded=True, regroup=case.delay)
@@ -151,15 +259,13 @@ def long_runs(covering: list[Case], others: list[Case], device: str = "cpu") -> 
                 run_beside_twin(case, 100, sharded=True, graphs=graphs, device=device)
             for case in others:
                 early = case.shared
-                run_beside_twin(
-                    case, 5, sharded=True, graphs=graphs, early_release=early, delayed_twin=True, device=device
-                )
+                run_beside_twin(case, 5, sharded=True, graphs=graphs, early_release=early, delayed_twin=True, device=device)
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model over two pipeline ranks, `chunks` chunks a rank; with `experts` each of these is two ranks that share the
-    experts. by_order: messages without tags, as on NCCL."""
+    """A model over `stages` pipeline ranks, `chunks` chunks a rank; with `experts` each of these is two ranks that share
+    the experts. by_order: messages without tags, as on NCCL."""
 
     case: Case
     chunks: int
@@ -170,6 +276,7 @@ class Pipeline:
     device: str = "cpu"
     batch: int = 2
     tokens: int = 8
+    stages: int = 2
 
     def __str__(self) -> str:
         words = [word for word in ("graphs", "experts", "by_order") if getattr(self, word)]
@@ -223,19 +330,19 @@ def pipelines(cases: list[Pipeline]) -> None:
 def run_pipeline(case: Pipeline) -> None:
     """Losses and every rank's gradients are those of the whole model, microbatch after microbatch."""
     rank, expert_rank, group = dist.get_rank(), 0, None
-    ranks = [0, 1]
-    if case.experts:  # ranks 0 and 1 share the experts of the first stages, 2 and 3 those of the last
-        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    ranks = list(range(case.stages))
+    if case.experts:  # ranks 0 and 1 share the experts of the first stage, 2 and 3 those of the next
+        groups = [dist.new_group([2 * stage, 2 * stage + 1]) for stage in ranks]
         rank, expert_rank = divmod(dist.get_rank(), 2)
-        group, ranks = groups[rank], [expert_rank, 2 + expert_rank]
+        group, ranks = groups[rank], [2 * stage + expert_rank for stage in ranks]
     model = model_of(case.case, case.device)
     if case.experts:
         shard_experts(model, group)
     twin = copy.deepcopy(model)
-    pieces = model.chunks(2 * case.chunks)[rank::2]
-    eager = InPieces(twin, 2 * case.chunks)
+    pieces = model.chunks(case.stages * case.chunks)[rank :: case.stages]
+    eager = InPieces(twin, case.stages * case.chunks)
     schedule = OverlapSchedule(pieces, delay_wgrad=case.case.delay)
-    pipeline = PipelineOverlap(schedule, rank, 2, ranks, by_order=case.by_order or None)
+    pipeline = PipelineOverlap(schedule, rank, case.stages, ranks, by_order=case.by_order or None)
     if case.graphs:
         tokens = case.batches(0, expert_rank)[0][0]
         pipeline.capture_graphs(tokens, 4, backend="tape" if case.device == "cpu" else "cuda")
@@ -247,8 +354,9 @@ def run_pipeline(case: Pipeline) -> None:
             optimizer.zero_grad()
         losses = pipeline.step(batches)
         expected = eager.step(batches)
-        assert len(losses) == 4 * rank
-        if rank == 1:
+        last = rank == case.stages - 1
+        assert len(losses) == 4 * last
+        if last:
             assert all(map(torch.equal, losses, expected))
         if case.experts:
             average(model, group)
@@ -271,8 +379,11 @@ def run_pipeline(case: Pipeline) -> None:
                     parameter.copy_(other)
                 assert torch.equal(parameter, other)
     assert got == mine
-    alone = sum(f is not None and b is None for f, b in pipeline.pairs)
-    assert alone == {(1, 0): 2, (1, 1): 1, (2, 0): 5, (2, 1): 3}[case.chunks, rank]
+    alone = sum(f is not None and b is None for f, b in pipeline.pairs)  # one more than the warm-up of the base order
+    if case.chunks == 1:
+        assert alone == case.stages - rank
+    elif case.stages == 2:
+        assert alone == {0: 5, 1: 3}[rank]
     assert (schedule.graphs is not None) == (case.graphs and any(u.pre for units in schedule.units for u in units))
     if schedule.graphs is not None:
         stats = schedule.graphs.graphed.stats
@@ -333,6 +444,13 @@ FOUR_RANKS = (
 """PP 2 x EP 2: two chunks a rank as in the acceptance list of the design this follows, and 1F1B with MTP."""
 
 
+FOUR_STAGES = (
+    Pipeline(Case("[*E]|M|[*E]|-", True, True, True, mtp=True), 1, stages=4),
+    Pipeline(Case("[*E]|M|-|E|[*-]|*|[*E]|E", True, True, False), 2, graphs=True, by_order=True, stages=4),
+)
+"""Ranks between the first and the last, which send and receive both ways."""
+
+
 # --------------------------------------------------------------------------------------------------------------- tests
 
 
@@ -359,6 +477,14 @@ def test_the_pipelines_are_a_pairwise_covering_set() -> None:
 @pytest.mark.parametrize("case", pipeline_cases(), ids=str)
 def test_pipelines_on_two_ranks(case: Pipeline) -> None:
     on_ranks(pipelines, [case])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", FOUR_STAGES, ids=str)
+def test_pipelines_on_four_ranks(case: Pipeline) -> None:
+    on_ranks(pipelines, [case], ranks=4)
 
 
 @pytest.mark.slow

@@ -56,6 +56,56 @@ def test_a_result_that_is_held_does_not_block_the_slot_when_the_first_part_got_n
         assert_same(gradients(layer), gradients(twin))
 
 
+class _Doubled(torch.autograd.Function):
+    """As most custom functions: torch makes zeros of a gradient that is missing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2
+
+
+class DeadEnd(Layer):
+    """What the eager part makes is read by a graph without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def parts(self) -> list[Part]:
+        return [GRAPHED("first", "x -> h, u"), EAGER("second", "u -> v"), GRAPHED("third", "h, v -> y")]
+
+    def first(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a(x)
+        return h, self.b(h)
+
+    def second(self, u: Tensor) -> Tensor:
+        return _Doubled.apply(u)  # type: ignore[no-untyped-call, no-any-return]
+
+    def third(self, h: Tensor, v: Tensor) -> Tensor:
+        return self.c(h) + v.detach().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("order", [None, "0F0 0F1 0B0 0B1", "0F0 0F1 0I0 0I1 0W0 0W1"])
+def test_what_a_graph_gives_no_gradient_has_no_backward(order: str | None) -> None:
+    """None and not zeros, which weight decay and momentum would turn into changes of the weights."""
+    if order is not None:
+        assert_equal(DeadEnd, batches(2, WIDTH), steps=5, order=order)
+        return
+    layer = DeadEnd()
+    twin = copy.deepcopy(layer)
+    graphed = graphcap.capture(layer, (drawn(0, 2, WIDTH),), backend="tape")
+    for step in range(3):
+        graphed(drawn(step, 2, WIDTH)).sum().backward()
+        twin(drawn(step, 2, WIDTH)).sum().backward()
+        assert_same(gradients(layer), gradients(twin))
+    assert layer.b.weight.grad is None
+    assert layer.a.weight.grad is not None
+
+
 class Expanded(Layer):
     """Outputs whose elements share memory: expanded, and overlapping windows. Their gradients do not."""
 

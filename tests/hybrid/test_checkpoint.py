@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphcap import PatternError, PlanError, StateError, capture
-from graphcap.hybrid import GPTModel, HybridConfig, HybridModel, MoELayer, load, save
+from graphcap.hybrid import GPTModel, HybridConfig, HybridModel, MoELayer, convert, load, save
 from graphcap.hybrid.checkpoint import read, read_config, read_metadata, write
 from graphcap.hybrid.keys import expected_pieces, pieces_of
 
@@ -168,7 +168,7 @@ def test_round_trip(pattern: str, values: dict[str, Any], tmp_path: Path) -> Non
 
 def test_stages_and_models_read_each_other(tmp_path: Path) -> None:
     model = model_of("M[*E]|M-|*-/*-")
-    save(model.chunks(), tmp_path / "stages")
+    save(list(model.chunks()), tmp_path / "stages")
     save(model, tmp_path / "whole")
     assert keys_in(tmp_path / "stages") == keys_in(tmp_path / "whole")
     other = model_of("M[*E]|M-|*-/*-", seed=2)
@@ -180,7 +180,7 @@ def test_stages_and_models_read_each_other(tmp_path: Path) -> None:
     assert_same(model, whole)
 
 
-@pytest.mark.parametrize("pattern", ["[*-][*-]", "[*E][*E]", "[*-][*E]"])
+@pytest.mark.parametrize("pattern", ["[*-][*-]", "[*E][*E]", "[*-][*E]", "[*-]|[*E]"])
 def test_cross_load(pattern: str, tmp_path: Path) -> None:
     """Save; GPT -> hybrid; hybrid -> GPT: keys both ways, values, forward."""
     hybrid, gpt = model_of(pattern), gpt_of(pattern, seed=2)
@@ -199,7 +199,7 @@ def test_cross_load(pattern: str, tmp_path: Path) -> None:
         assert torch.equal(mine(tokens).logits, theirs(tokens).logits)
 
 
-@pytest.mark.parametrize("pattern", ["*-", "[*-]M", "[M*-]", "[*-]/*-"])
+@pytest.mark.parametrize("pattern", ["*-", "[*-]M", "[M*-]", "[*-]/*-", ""])
 def test_no_gpt(pattern: str) -> None:
     with pytest.raises(PatternError, match="one \\[\\*-\\] or \\[\\*E\\] per layer"):
         gpt_of(pattern)
@@ -258,11 +258,17 @@ def test_all_differences_at_once_and_nothing_written(tmp_path: Path) -> None:
     assert_same(before, target)
 
 
-def test_a_damaged_file_leaves_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["cut", "noise", "gone"])
+def test_a_damaged_file_leaves_the_model(how: str, tmp_path: Path) -> None:
     model = model_of("*-")
     save(model, tmp_path)
     (file,) = tmp_path.glob("*.distcp")
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    if how == "cut":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    elif how == "noise":
+        file.write_bytes(bytes(file.stat().st_size))
+    else:
+        file.unlink()
     target = model_of("*-", seed=2)
     before = copy.deepcopy(target)
     with pytest.raises(StateError, match="nothing has been loaded"):
@@ -287,12 +293,16 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("what", ["none", "file"])
-def test_no_checkpoint(what: str, tmp_path: Path) -> None:
-    if what == "file":
-        (tmp_path / ".metadata").write_bytes(b"")
-    with pytest.raises(StateError, match="no checkpoint that can be read"):
-        load(model_of("*-"), tmp_path)
+DAMAGED = {"empty": b"", "text": b"garbage bytes", "bytes": bytes(range(256)), "other": b"}.", "class": b"cnot_there\nX\n."}
+
+
+@pytest.mark.parametrize("metadata", [None, *DAMAGED.values()], ids=["none", *DAMAGED])
+def test_no_checkpoint(metadata: bytes | None, tmp_path: Path) -> None:
+    if metadata is not None:
+        (tmp_path / ".metadata").write_bytes(metadata)
+    for attempt in (lambda: load(model_of("*-"), tmp_path), lambda: convert(tmp_path, tmp_path / "b", "[*-]", pattern="*-")):
+        with pytest.raises(StateError, match="no checkpoint that can be read"):
+            attempt()
 
 
 def test_not_over_another_one(tmp_path: Path) -> None:
@@ -328,15 +338,33 @@ def test_training_goes_on_where_it_stopped(gemm: str, tmp_path: Path) -> None:
     assert_same(model, other)
 
 
-def test_optimizer_state_crosses_to_the_gpt(tmp_path: Path) -> None:
-    hybrid, gpt = model_of("[*-][*-]"), gpt_of("[*-][*-]", seed=2)
-    optimizer, theirs = adam(hybrid), adam(gpt)
-    step(hybrid, optimizer, 0)
-    save(hybrid, tmp_path, optimizer)
-    load(gpt, tmp_path, theirs)
-    step(hybrid, optimizer, 1)
-    step(gpt, theirs, 1)
-    a, b = pieces_of(hybrid), pieces_of(gpt)
+@pytest.mark.parametrize("to_gpt", [True, False])
+@pytest.mark.parametrize(
+    ("pattern", "values"),
+    [
+        ("[*-][*-]", {}),
+        ("[*E][*-]", {"shared_ffn": 8, "experts": 8}),
+        ("[*E]", {"tie_embeddings": True}),
+        ("[*E]|[*E]", {"expert_gemm": "grouped", "dtype": torch.bfloat16}),
+    ],
+)
+def test_optimizer_state_crosses_to_the_gpt_and_back(
+    pattern: str, values: dict[str, Any], to_gpt: bool, tmp_path: Path
+) -> None:
+    """Both ways; training goes on alike."""
+    torch.manual_seed(2)
+    models: list[nn.Module] = [model_of(pattern, **values), GPTModel(config_of(pattern, **values))]
+    source, target = models if to_gpt else models[::-1]
+    optimizer, theirs = adam(source), adam(target)
+    for seed in (0, 1):
+        step(source, optimizer, seed)
+    save(source, tmp_path, optimizer)
+    load(target, tmp_path, theirs)
+    for seed in (2, 3):
+        step(source, optimizer, seed)
+        step(target, theirs, seed)
+    a, b = pieces_of(source), pieces_of(target)  # type: ignore[arg-type]
+    assert a.keys() == b.keys()
     assert all(torch.equal(a[key].published(), b[key].published()) for key in a)
 
 
@@ -359,6 +387,70 @@ def test_optimizer_refusals(tmp_path: Path) -> None:
     step(model, odd, 1)
     with pytest.raises(StateError, match="can't be saved by key"):
         save(model, tmp_path / "odd", odd)
+
+
+def two_groups(model: nn.Module, decoder_first: bool, **values: Any) -> torch.optim.Optimizer:
+    inner = list(model.decoder.parameters())  # type: ignore[union-attr,operator]
+    outer = [p for name, p in model.named_parameters() if not name.startswith("decoder.")]
+    groups = [{"params": inner, "lr": 0.2}, {"params": outer, "lr": 0.1}]
+    return torch.optim.AdamW(groups if decoder_first else groups[::-1], **values)
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_parameters_stay_in_their_groups(twin: bool, tmp_path: Path) -> None:
+    """A learning rate must not reach other parameters because the groups came in another order."""
+    model = model_of("[*-]")
+    optimizer = two_groups(model, True)
+    step(model, optimizer, 0)
+    save(model, tmp_path, optimizer)
+    other: nn.Module = gpt_of("[*-]", seed=2) if twin else model_of("[*-]", seed=2)
+    before = copy.deepcopy(other)
+    with pytest.raises(
+        StateError, match=r"output_layer\.weight is in group 1 in the checkpoint, in group 0 in the optimizer"
+    ):
+        load(other, tmp_path, two_groups(other, False))
+    assert_same(before, other)
+    theirs = two_groups(other, True)
+    load(other, tmp_path, theirs)
+    for seed in (1, 2):
+        step(model, optimizer, seed)
+        step(other, theirs, seed)
+    a, b = pieces_of(model), pieces_of(other)  # type: ignore[arg-type]
+    assert all(torch.equal(a[key].published(), b[key].published()) for key in a)
+
+
+def test_chunks_are_loaded_one_by_one_with_one_optimizer(tmp_path: Path) -> None:
+    """Each load writes the state of its own parameters, and leaves that of others alone."""
+    model, other = model_of("*E|*-"), model_of("*E|*-", seed=2)
+    optimizer, theirs = adam(model), adam(other)
+    step(model, optimizer, 0)
+    save(model.chunks(), tmp_path, optimizer)
+    for chunk in other.chunks():
+        load(chunk, tmp_path, theirs)
+    assert len(theirs.state) == len(optimizer.state) > 0
+    step(model, optimizer, 1)
+    step(other, theirs, 1)
+    assert_same(model, other)
+
+
+def test_state_that_would_be_lost(tmp_path: Path) -> None:
+    """Of parameters that no key stands for, or hyperparameters that can't be read back."""
+    model = model_of("*|-")
+    extra = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([*model.parameters(), extra])
+    step(model, optimizer, 0)
+    save(model, tmp_path / "without state", optimizer)
+    extra.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(StateError, match=r"state of 1 parameters .*shapes \[3\].* would be lost"):
+        save(model, tmp_path / "lost", optimizer)
+    with pytest.raises(StateError, match="save all chunks that it trains together"):
+        save(model.chunks()[0], tmp_path / "lost", optimizer)
+    optimizer = adam(model)
+    optimizer.param_groups[0]["name"] = Path("decoder")
+    with pytest.raises(StateError, match=r"AdamW's name=.*Path\('decoder'\) of parameter group 0 .* is not read back"):
+        save(model, tmp_path / "lost", optimizer)
+    assert not (tmp_path / "lost").exists()
 
 
 def test_steps_of_experts_that_differ_do_not_fit_stacked_experts(tmp_path: Path) -> None:

@@ -66,6 +66,30 @@ def test_other_groups(source: str, target: str, tmp_path: Path) -> None:
     assert a == c
 
 
+def test_groups_of_parameters_go_along(tmp_path: Path) -> None:
+    """By key, so that they are known again whatever the layers are called."""
+
+    def optimizer_of(model: torch.nn.Module, inner: int) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": [], "lr": 0.1}, {"params": [], "lr": 0.2}]
+        for name, parameter in model.named_parameters():
+            groups[inner if name.startswith("decoder.") else 1 - inner]["params"].append(parameter)
+        return torch.optim.AdamW(groups)
+
+    model = model_of("M*-")
+    optimizer = optimizer_of(model, 0)
+    model(*batch()).loss.backward()
+    optimizer.step()
+    save(model, tmp_path / "a", optimizer)
+    convert(tmp_path / "a", tmp_path / "b", "[M*-]")
+    other = model_of("[M*-]", seed=2)
+    load(other, tmp_path / "b", optimizer_of(other, 0))
+    wrong = (
+        r"decoder\.layers\.0\.self_attention\.linear_proj\.weight is in group 0 .*\n.*final_layernorm\.weight is in group 0"
+    )
+    with pytest.raises(StateError, match=f"(?s){wrong}"):
+        load(other, tmp_path / "b", optimizer_of(other, 1))
+
+
 @pytest.mark.parametrize(("source", "gpt"), [("*-*-", "[*-][*-]"), ("*E*E", "[*E][*E]"), ("**--", "[*-][*-]")])
 def test_gpt_by_occurrence(source: str, gpt: str, tmp_path: Path) -> None:
     model, _ = saved(source, tmp_path / "hybrid")
@@ -155,10 +179,24 @@ def test_refused(source: str, target: str, words: str, tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_wrong_pattern_of_the_source(tmp_path: Path) -> None:
-    saved("M*-", tmp_path / "a")
-    with pytest.raises(StateError, match="is that the pattern of this checkpoint"):
-        convert(tmp_path / "a", tmp_path / "b", "[*-]", pattern="*-")
+# the checkpoint's pattern, the one that is claimed, what to convert to, words
+WRONG = [
+    ("M*-", "*-", "[*-]", "layer 0: M, expected nothing"),
+    ("*-*-", "*-*-*-", "gpt", "layer 4: nothing, expected \\*; layer 5: nothing, expected -"),
+    ("*E", "*-", "[*-]", "layer 1: E, expected -"),
+    ("*-", "*E", "[*E]", "layer 1: -, expected E"),
+    ("[*-]", "*-", "gpt", "layer 0: -, expected nothing; layer 1: nothing, expected -"),
+    ("*-/*-", "*-", "gpt", "1 MTP depths, expected 0"),
+    ("*-/*-", "*-/*-/*-", "[*-]/*-/*-", "1 MTP depths, expected 2"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "claimed", "to", "words"), WRONG)
+def test_wrong_pattern_of_the_source(pattern: str, claimed: str, to: str, words: str, tmp_path: Path) -> None:
+    """Layers that the checkpoint has and the pattern has not, or the other way round, or of another kind."""
+    saved(pattern, tmp_path / "a")
+    with pytest.raises(StateError, match=f"{words}.*is that the pattern of this checkpoint"):
+        convert(tmp_path / "a", tmp_path / "b", to, pattern=claimed)
     assert not (tmp_path / "b").exists()
 
 

@@ -52,6 +52,11 @@ def test_chunked_scan_is_the_recurrence(tokens: int, chunk: int) -> None:
         torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-11)
 
 
+def test_no_tokens() -> None:
+    with pytest.raises(PlanError, match="0 tokens: expected at least one"):
+        MambaLayer(HybridConfig())(torch.zeros(1, 0, 32))
+
+
 def test_scan_stays_finite_where_decay_is_strong() -> None:
     """exp() of the masked half would overflow: its gradient must not be NaN."""
     x, dt, a, b, c, d = scan_inputs(32)

@@ -167,6 +167,25 @@ def test_chunks_make_up_the_model(pattern: str, n: int | None, sizes: list[int],
     assert chunks[-1](run_hidden(chunks, tokens)).loss is None
 
 
+@pytest.mark.parametrize("pattern", ["M[*E]|-/*E", "[*E]-|*"])
+def test_chunks_are_in_the_model_s_mode(pattern: str) -> None:
+    """In evaluation nothing is attached, nothing recorded, and MTP layers have no gradient."""
+    model = model_of(pattern, aux_loss=0.5).eval()
+    chunks = model.chunks()
+    assert not any(module.training for chunk in chunks for module in chunk.modules())
+    tokens, labels = batch()
+    ahead = {} if model.mtp is None else {"tokens": tokens}
+    chunks[-1](chunks[0](tokens), labels, **ahead).loss.backward()
+    in_pieces = {name: p.grad for name, p in model.named_parameters()}
+    assert not model.tracker.records.any()
+    model.zero_grad(set_to_none=True)
+    model(tokens, labels).loss.backward()
+    for name, p in model.named_parameters():
+        assert (p.grad is None) == (in_pieces[name] is None)
+        assert p.grad is None or torch.equal(p.grad, in_pieces[name])  # type: ignore[arg-type]
+        assert not name.startswith("mtp.") or p.grad is None
+
+
 def run_hidden(chunks: tuple[HybridChunk, ...], tokens: Tensor) -> Tensor:
     value = tokens
     for chunk in chunks[:-1]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphcap import capture
 from graphcap.errors import PlanError, StateError
 from graphcap.hybrid import (
     AttentionLayer,
@@ -129,6 +130,136 @@ def test_popping_nothing_is_an_error(kind: type[HybridLayer]) -> None:
             layer.backward_dw()
 
 
+TRAINED = ("expert_mlps", "router", "shared", "down", "norm", "embedding", "qkv", "in_proj", "output_layer")
+
+
+@pytest.mark.parametrize("recompute", ["none", "norm", "layer"])
+@pytest.mark.parametrize("trained", TRAINED)
+def test_frozen_weights(trained: str, recompute: str) -> None:
+    """What is frozen leaves nothing to `backward_dw`, and what is not gets the gradient of an undelayed backward, however
+    much of the backward the frozen ones leave out."""
+    found = []
+    for delayed in (True, False):
+        torch.manual_seed(3)
+        choice = recompute if delayed else "none"
+        model = HybridModel(HybridConfig(pattern="E[M*E]-", shared_ffn=24, init_std=0.2, recompute=choice))  # type: ignore[arg-type]
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in name)
+        tokens = torch.arange(24).view(2, 12)
+        for step in range(2):
+            with delayed_wgrad(model, delayed):
+                model(tokens + step, tokens).loss.backward()
+                for layer in (model.output_layer, *reversed(list(model.decoder.layers))):
+                    layer.backward_dw()  # type: ignore[union-attr,operator]
+        found.append([p.grad for p in model.parameters()])
+    assert any(grad is not None and grad.any() for grad in found[1])
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pattern", ["M[*E]-", "[M*E]/*-/*-", "-/E", "*|[M-]|E/*E"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_whole_model(pattern: str, training: bool) -> None:
+    """One call does it for the model: layers, groups, MTP layers and their projections, and the output layer, which runs
+    once for the main prediction and, in training, once per depth."""
+    torch.manual_seed(3)
+    model = HybridModel(HybridConfig(pattern=pattern, shared_ffn=24, init_std=0.2, aux_loss=0.02)).train(training)
+    twin = copy.deepcopy(model)
+    chunks = model.chunks()
+    for step in range(3):
+        tokens = torch.arange(24).view(2, 12) + step
+        with delayed_wgrad(model):
+            if step < 2:
+                loss = model(tokens, tokens).loss
+            else:
+                hidden = tokens
+                for chunk in chunks[:-1]:
+                    hidden = chunk(hidden)
+                ahead = {"tokens": tokens} if model.mtp is not None and len(chunks) > 1 else {}
+                loss = chunks[-1](hidden, tokens, **ahead).loss
+            loss.backward()
+            for one in reversed(chunks) if step == 2 else (model,):
+                one.backward_dw()
+            with pytest.raises(StateError, match="its queue is empty"):
+                model.backward_dw()
+        twin(tokens, tokens).loss.backward()
+    found, expected = ([p.grad for p in m.parameters()] for m in (model, twin))
+    assert sum(grad is not None and bool(grad.any()) for grad in expected) > 5
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_delayed_under_autocast(inside: bool) -> None:
+    """The backward may run inside the region or behind it."""
+    torch.manual_seed(3)
+    model = HybridModel(HybridConfig(pattern="M[*E]-/*-", shared_ffn=24, init_std=0.2))
+    twin = copy.deepcopy(model)
+    for step in range(3):
+        tokens = torch.arange(24).view(2, 12) + step
+        for one, delayed in ((model, True), (twin, False)):
+            with delayed_wgrad(one, delayed):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = one(tokens, tokens).loss
+                    if inside:
+                        loss.backward()
+                if not inside:
+                    loss.backward()
+                one.backward_dw()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_a_tied_weight_is_not_delayed() -> None:
+    torch.manual_seed(3)
+    model = HybridModel(HybridConfig(pattern="M-", tie_embeddings=True))
+    with pytest.raises(PlanError, match="tie_embeddings=True and delayed weight gradients"), delayed_wgrad(model):
+        pass
+    twin = copy.deepcopy(model)
+    for step in range(3):
+        tokens = torch.arange(24).view(2, 12) + step
+        with delayed_wgrad(model.decoder):
+            model(tokens, tokens).loss.backward()
+            for layer in reversed(list(model.decoder.layers)):
+                layer.backward_dw()
+        twin(tokens, tokens).loss.backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pattern", ["[M*-]", "M[M-]*|-"])
+def test_captured_with_delayed_weight_gradients(pattern: str) -> None:
+    """What has weights to delay is eager, the output layer as well; the rest is graphs."""
+    torch.manual_seed(3)
+    model = HybridModel(HybridConfig(pattern=pattern, shared_ffn=24, init_std=0.2, aux_loss=0.02))
+    twin = copy.deepcopy(model)
+    tokens = torch.arange(24).view(2, 12)
+    with delayed_wgrad(model):
+        graphed = capture(model, (tokens, tokens), backend="tape")
+        for step in range(3):
+            graphed(tokens + step, tokens).loss.backward()
+            graphed.backward_dw()
+            twin(tokens + step, tokens).loss.backward()
+    assert dict(graphed.stats.eager) == {}
+    assert graphed.stats.replays > 0
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_delayed_experts_are_not_captured() -> None:
+    model = HybridModel(HybridConfig(pattern="M[*E]"))
+    tokens = torch.arange(24).view(2, 12)
+    with (
+        pytest.raises(PlanError, match=r"capture of layer 3 .* which experts have any depends on the data"),
+        delayed_wgrad(model),
+    ):
+        capture(model, (tokens, tokens), backend="tape")
+    assert capture(model, (tokens, tokens), backend="tape")(tokens, tokens).loss.isfinite()
+
+
 def test_shared_expert_before_its_backward_is_an_error() -> None:
     layer = layer_of(MoELayer, shared_ffn=24)
     assert isinstance(layer, MoELayer)
@@ -241,6 +372,32 @@ def test_a_hook_that_comes_too_late_is_an_error() -> None:
         out.backward()
 
 
+@pytest.mark.parametrize("hooks", [1, 2])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_several_backwards_through_one_graph(frozen: bool, hooks: int) -> None:
+    """The value is computed again for each of them, also if nothing in front of it wants a gradient (its own backward does
+    not run then); a second hook is an error either way."""
+    grads = []
+    for recompute in ("norm", "none"):
+        layer = layer_of(MoELayer, recompute=recompute)
+        assert isinstance(layer, MoELayer)
+        layer.norm.weight.requires_grad_(not frozen)
+        rows, counts, *kept = layer.before_dispatch(torch.ones(2, 9, 32).cumsum(1).requires_grad_(not frozen))
+        discarded = layer._discarded
+        out = layer.combine(layer.exchange(rows, counts), *kept)
+        if discarded is not None and hooks == 2:
+            discarded.discard(out)
+            with pytest.raises(StateError, match="exactly one hook belongs to it"):
+                out.sum().backward()
+            return
+        for step in range(3):
+            out.square().sum().backward(retain_graph=step < 2)
+        grads.append([p.grad for p in layer.parameters()])
+    for a, b in zip(*grads, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (torch.equal(a, b) and bool(a.any()))  # type: ignore[arg-type]
+
+
 def test_inside_a_graph_nothing_holds_the_norm_s_output() -> None:
     """`not_kept`: when the consumers have run, the value's memory is gone; the backward computes it again, bit for bit."""
     norm = RMSNorm(32, HybridConfig())
@@ -269,6 +426,20 @@ def test_inside_a_graph_nothing_holds_the_norm_s_output() -> None:
     expected = torch.autograd.grad(consumed(norm(source)), leaves)
     assert all(map(torch.equal, found, expected))
     assert all(bool(grad.any()) for grad in found)
+
+
+def test_inside_a_graph_no_node_keeps_itself_alive() -> None:
+    """A node that saves its own output (softmax) through a hook that hands on the very tensor is never freed."""
+    norm = RMSNorm(32, HybridConfig())
+    source = torch.randn(2, 9, 32, requires_grad=True)
+    with not_kept(norm.normed, source, norm.weight) as value:
+        made = value.softmax(-1)
+    held = weakref.ref(made.untyped_storage())
+    torch.autograd.grad(made.sum(), source, retain_graph=True)
+    assert held() is not None
+    del value, made
+    gc.collect()
+    assert held() is None
 
 
 def test_a_model_with_shared_out_experts_is_copied() -> None:

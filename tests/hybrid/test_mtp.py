@@ -111,6 +111,18 @@ def test_mask_of_the_main_loss() -> None:
     assert torch.equal(model(tokens, labels, mask).loss, model(tokens, ignored).loss)
 
 
+@pytest.mark.parametrize("pattern", ["M", "M/-"])
+@pytest.mark.parametrize(
+    "mask", [torch.ones(2, 16), torch.ones(2, 16, dtype=torch.int64), torch.ones(2, 5, dtype=torch.bool)]
+)
+def test_a_mask_that_is_none(pattern: str, mask: Tensor) -> None:
+    """Numbers, as other libraries have them, or of another shape: which tokens count would be a guess."""
+    with pytest.raises(
+        PlanError, match=r"loss_mask: torch\.\w+ of shape \[2, \d+\]: expected torch.bool of the labels' shape"
+    ):
+        model_of(pattern)(*batch(), mask)
+
+
 def test_a_sequence_shorter_than_the_depth() -> None:
     model = model_of("M/*-/*-")
     tokens, labels = batch(tokens=2)

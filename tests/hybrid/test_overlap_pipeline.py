@@ -12,7 +12,7 @@ from graphcap import CaptureConfig, Order
 from graphcap.errors import PlanError
 from graphcap.hybrid.overlap import OverlapSchedule
 from graphcap.hybrid.overlap_pipeline import PipelineOverlap, overlapped_pairs
-from graphcap.hybrid.overlap_transport import Edge, Place, edges_of
+from graphcap.hybrid.overlap_transport import LANES, Edge, Lines, Place, edges_of
 from tests.hybrid.overlap_twin import Case, model_of
 
 Message = tuple[int, int]
@@ -122,3 +122,14 @@ def test_edges() -> None:
     assert edges_of(Place(1, 2, 2)) == there_and_back
     assert len(edges_of(Place(0, 4, 1))) == 6
     assert len(edges_of(Place(0, 4, 2))) == 8
+
+
+@pytest.mark.parametrize("pp_size", [2, 3, 4, 5])
+def test_no_two_edges_share_a_communicator(pp_size: int) -> None:
+    """A process group's communicators are one per pair of ranks, and a lane is a process group."""
+    place = Place(0, pp_size, 2)
+    lines = Lines(place, range(pp_size), torch.device("cpu"), by_order=False)
+    lines.groups = {lane: lane for lane in LANES}  # type: ignore[misc]
+    found = [(lines._group(edge), frozenset((edge.sender, edge.receiver))) for edge in edges_of(place)]
+    assert len(found) == len(set(found)) == 2 * pp_size
+    assert all(lane in LANES for lane, _ in found)

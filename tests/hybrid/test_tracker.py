@@ -54,6 +54,11 @@ def test_slot_refused(number: int, depth: int | None) -> None:
         LayerTracker(8, 2).slot(number, depth)
 
 
+def test_unknown_metric() -> None:
+    with pytest.raises(PlanError, match="metric 'loss': expected one of aux_loss, z_loss, mtp_loss"):
+        LayerTracker(1).record("loss", 0, torch.tensor(1.0))
+
+
 def test_every_layer_has_its_slot() -> None:
     """Eight layers, two depths: ten slots, 8 and 9 by depth, whatever the layers of a depth are numbered."""
     model = model_of("M[*E]M[*E]*E/*E/*E")

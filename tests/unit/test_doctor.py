@@ -97,7 +97,7 @@ def test_gpu_machine_uses_cuda_graphs() -> None:
     assert "BF16 grouped_mm can be captured" in gpu.meaning
     assert report["NVIDIA driver"] == Finding("NVIDIA driver", "580.82.07", "name it beside every measured time")
     assert report["Transformer Engine"].value == "2.20.2"
-    assert report["Transformer Engine"].meaning == "found; FP8 state is not captured yet"
+    assert report["Transformer Engine"].meaning == "found; its modules' FP8 state is kept by graphs"
     assert report["NCCL"].value == "2.28.9"
     assert report.worst == "note"  # CUBLAS_WORKSPACE_CONFIG is unset
 
@@ -161,7 +161,7 @@ def test_absent_packages_say_what_is_lost() -> None:
     report = examine(replace(GPU, packages={}))
     assert report["triton"] == replace(report["triton"], value="absent", level="warn")
     assert report["cuda-bindings"].level == "warn"
-    assert report["Transformer Engine"].meaning == "not needed: FP8 is not captured yet (see README, Status)"
+    assert report["Transformer Engine"].meaning == "not needed: FP8 is captured in plain torch too (graphcap.fp8_reference)"
     assert examine(CPU)["triton"].level == "note"
 
 

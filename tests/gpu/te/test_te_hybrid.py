@@ -97,7 +97,8 @@ def test_it_is_quantised() -> None:
             quantised = low(tokens, is_first_microbatch=True).logits
         plain = high(tokens).logits
     assert not torch.equal(quantised, plain)
-    torch.testing.assert_close(quantised, plain, rtol=0.2, atol=0.2 * float(plain.abs().max()))
+    # Not element by element: a token whose experts were nearly tied may have gone to another one.
+    assert float((quantised - plain).norm() / plain.norm()) < 0.2
     assert low.get_parameter("decoder.layers.0.layers.2.router_weight").dtype is torch.float32
     assert all(".router" not in name for name in low.quantized_states())
 
