@@ -106,7 +106,7 @@ def watch_backward(outputs: Iterable[torch.Tensor], then: Callable[[], None]) ->
 
     for output in outputs:
         if output.requires_grad and not output.is_leaf:
-            output.register_hook(begin)
+            output.register_hook(begin)  # type: ignore[no-untyped-call]
 
 
 def fire(owner: nn.Module) -> None:

@@ -146,7 +146,8 @@ class QuantizedState(Protocol):
         uses a cast that is older than the last one, and casts anew where it can't have that."""
 
     def after_backward(self, ticket: Ticket) -> None:
-        """The backward of the part has been replayed: reduce, if the ticket claimed it. StateError the second time."""
+        """The backward of the part has been replayed: reduce, if the ticket claimed it. StateError the second time. Not
+        called where the gradients that arrived do not lead to the layer that ran first: in eager it does not reduce."""
 
     def abandon(self, ticket: Ticket) -> None:
         """The forward failed: the claim is free again, if the region is still open."""
