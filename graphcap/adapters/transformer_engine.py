@@ -212,6 +212,7 @@ class TransformerEngineState:
         def note(owner: nn.Module) -> None:
             low = te.state.enabled or te.state.calibrating
             if low and threading.get_ident() == thread and owner in mine:
+                self._refuse_inner_region(owner, handle.specs[unit])
                 handle.note(unit, part, owner)
 
         prepare, run = te.base.prepare_forward, te.fuser.__call__
@@ -237,6 +238,19 @@ class TransformerEngineState:
         finally:
             handle.choices.recording = False
             te.base.prepare_forward, te.fuser.__call__ = prepare, run
+
+    def _refuse_inner_region(self, owner: nn.Module, outer: QuantSpec) -> None:
+        """No replay enters the regions that the captured code opens: they would neither register nor reduce."""
+        inner = self.current()
+        same = (inner.enabled, inner.calibrating) == (outer.enabled, outer.calibrating)
+        if outer.recipe is not None:  # None is TE's default, which only TE resolves
+            same = same and recipe_fields(inner.recipe, HOST_FIELDS) == recipe_fields(outer.recipe, HOST_FIELDS)
+        if (not same or inner.group is not outer.group) and not own.keeps_own_recipe(self._te, owner):
+            raise StateError(
+                f"{type(owner).__name__} runs in an autocast region that the captured code opens itself, under {inner}, and "
+                f"the capture is under {outer}: a replay runs no Python, so that region would not be entered. Open it "
+                "around the calls, and capture inside it (or with quantization=, recipe=)"
+            )
 
     def end_capture(self, handle: OpenCapture, ok: bool) -> TransformerEnginePlan | None:
         """Always called. Undoes `begin_capture`; owners that no recorded part has run are as they were, registration and

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+import graphcap
 from graphcap import GraphcapError, make_graphed_callables
+from graphcap.fp8_meta import QuantSpec
 from tests.gpu.te.kit import BF16, autocast, recipe, scaling
 
 pytestmark = pytest.mark.gpu
@@ -447,3 +449,44 @@ def test_primary_weights_that_were_written_get_their_transpose_again() -> None:
             y = module(given)
         y.backward(torch.ones_like(y))
     assert torch.equal(first.grad, second.grad)
+
+
+class OwnRegion(nn.Module):
+    """A module that opens a region of its own in its forward."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.inner, self.settings = lin(), settings
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        import transformer_engine.pytorch as te
+
+        with te.autocast(**self.settings):
+            made: torch.Tensor = self.inner(given)
+        return made
+
+
+@pytest.mark.parametrize("outer", ["none", "delayed"])
+def test_a_region_that_captured_code_opens_is_refused(outer: str) -> None:
+    module = OwnRegion(enabled=True, recipe=recipe("current"))
+    settings: dict[str, Any] = {} if outer == "none" else {"quantization": QuantSpec(recipe=recipe("delayed"))}
+    with pytest.raises(GraphcapError, match="region that the captured code opens itself"):
+        graphcap.capture(module, (x(),), **settings)
+
+
+def test_a_region_of_the_same_settings_inside_is_fine() -> None:
+    found = recipe("delayed")
+    module, eager = (OwnRegion(enabled=True, recipe=found) for _ in range(2))
+    with torch.no_grad():
+        eager.inner.weight.copy_(module.inner.weight)
+    graphed = graphcap.capture(module, (x(),), quantization=QuantSpec(recipe=found))
+    for _ in range(3):
+        made = []
+        for call in (graphed, eager):
+            given = x()
+            with autocast(found):
+                y = call(given)
+            y.backward(torch.ones_like(y))
+            made.append((y.detach().clone(), given.grad))
+        assert torch.equal(made[0][0], made[1][0])
+        assert torch.equal(made[0][1], made[1][1])
