@@ -179,8 +179,9 @@ class OverlapSchedule:
         self.delay_wgrad, self.early_release, self.regroup = delay_wgrad, early_release, regroup
         self.trace: list[Issued] = []
         self.graphs: PreDispatchGraphs | None = None
-        parameter = next(self.chunks[0].parameters())
-        self.streams = Streams(parameter.device)
+        # A stage may be empty: then what it hands on lies where new tensors do.
+        devices = (parameter.device for chunk in self.chunks for parameter in chunk.parameters())
+        self.streams = Streams(next(devices, torch.empty(0).device))
         self._watched: set[int] = set()
         self.units = self._units(pre_graphed=False)
 

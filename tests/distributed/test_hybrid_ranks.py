@@ -451,6 +451,10 @@ FOUR_STAGES = (
 """Ranks between the first and the last, which send and receive both ways."""
 
 
+EMPTY_STAGE = Pipeline(Case("[*E]||-|", True, True, False), 2, graphs=True, by_order=True)
+"""Rank 1 has nothing but the head: its first chunk is empty, and hands on what it gets."""
+
+
 # --------------------------------------------------------------------------------------------------------------- tests
 
 
@@ -474,7 +478,7 @@ def test_the_pipelines_are_a_pairwise_covering_set() -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", pipeline_cases(), ids=str)
+@pytest.mark.parametrize("case", [*pipeline_cases(), EMPTY_STAGE], ids=str)
 def test_pipelines_on_two_ranks(case: Pipeline) -> None:
     on_ranks(pipelines, [case])
 
