@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphcap.errors import PlanError, StateError
+from graphcap.hybrid.first_order import refuse_create_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        refuse_create_graph("experts on several ranks (shard_experts)")
         return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None, None
 
 

@@ -15,7 +15,7 @@ from graphcap.hybrid.grammar import pattern_error
 from graphcap.hybrid.layers import HybridLayer, MLPLayer, RMSNorm, linear, normal
 from graphcap.hybrid.model import HybridOutput
 from graphcap.hybrid.moe import MoELayer
-from graphcap.hybrid.mtp import IGNORED_LABEL
+from graphcap.hybrid.mtp import IGNORED_LABEL, check_labels
 
 
 class GPTLayer(nn.Module):
@@ -72,5 +72,6 @@ class GPTModel(nn.Module):
         logits: Tensor = self.output_layer(self.final_layernorm(hidden))
         if labels is None:
             return HybridOutput(None, logits)
+        check_labels(labels, *tokens.shape)
         exact = logits.to(self.config.exact_dtype).flatten(0, -2)
         return HybridOutput(F.cross_entropy(exact, labels.flatten(), ignore_index=IGNORED_LABEL), logits)

@@ -7,6 +7,7 @@ hidden] in `config.dtype`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -121,6 +122,12 @@ class RMSNorm(nn.Module):
         exact = x.view_as(x) if x.dtype == self.exact_dtype else x.to(self.exact_dtype)
         scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
         return (exact * scale * weight.to(self.exact_dtype)).to(x.dtype)
+
+
+def exactly(x: Tensor) -> AbstractContextManager[Any]:
+    """A region for products that stay in the dtype of their factors, also where torch.autocast is on around it."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class SwiGLU(nn.Module):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from graphcap.errors import PlanError
 from graphcap.hybrid.config import HybridConfig
-from graphcap.hybrid.layers import HybridLayer, RMSNorm, normal
+from graphcap.hybrid.layers import HybridLayer, RMSNorm, exactly, normal
 
 
 class MambaLayer(HybridLayer):
@@ -47,15 +47,16 @@ class MambaLayer(HybridLayer):
         gate, mixed, steps = self.in_proj(normed, first).split((inner, inner + 2 * self.shared, config.mamba_heads), dim=-1)
         mixed = F.silu(causal_conv(mixed.to(exact), self.conv_weight.to(exact), self.conv_bias.to(exact)))
         x, b, c = torch.split(mixed, [inner, self.shared, self.shared], dim=-1)
-        y = ssd_scan(
-            x.reshape(batch, tokens, config.mamba_heads, config.mamba_head_dim),
-            F.softplus(steps.to(exact) + self.dt_bias),
-            -self.A_log.exp(),
-            b.reshape(batch, tokens, config.mamba_groups, config.mamba_state),
-            c.reshape(batch, tokens, config.mamba_groups, config.mamba_state),
-            self.D,
-            chunk=config.mamba_chunk,
-        ).reshape(batch, tokens, inner)
+        with exactly(x):
+            y = ssd_scan(
+                x.reshape(batch, tokens, config.mamba_heads, config.mamba_head_dim),
+                F.softplus(steps.to(exact) + self.dt_bias),
+                -self.A_log.exp(),
+                b.reshape(batch, tokens, config.mamba_groups, config.mamba_state),
+                c.reshape(batch, tokens, config.mamba_groups, config.mamba_state),
+                self.D,
+                chunk=config.mamba_chunk,
+            ).reshape(batch, tokens, inner)
         gated = (y * F.silu(gate.to(exact))).to(normed.dtype)
         out: Tensor = self.out_proj(self.gated_norm(gated), first)
         return out

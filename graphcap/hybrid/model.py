@@ -16,7 +16,7 @@ from graphcap.hybrid.config import HybridConfig
 from graphcap.hybrid.grammar import pattern_error
 from graphcap.hybrid.layers import HybridLayer, RMSNorm, linear, normal, static_part
 from graphcap.hybrid.moe import MoELayer
-from graphcap.hybrid.mtp import IGNORED_LABEL, MTPBlock, depth_targets, masked, mean_cross_entropy, roll_left
+from graphcap.hybrid.mtp import IGNORED_LABEL, MTPBlock, check_labels, depth_targets, masked, mean_cross_entropy, roll_left
 from graphcap.hybrid.quantization import Quantization, read_states
 from graphcap.hybrid.stack import LayerGroup, build_layers
 from graphcap.hybrid.tracker import MTP_LOSS, LayerTracker, attach_loss
@@ -258,6 +258,10 @@ class HybridChunk(PartialLayer):
         loss_mask, input_ids, context (the `output_processor_context`), compute_language_model_loss, scale_logits and
         config. In a captured model it is recorded as the rest is, and belongs to the arguments that may not change.
         """
+        if hidden.shape[1] % chunks:
+            raise PlanError(f"hidden has {hidden.shape[1]} tokens, which are no {chunks} chunks of one length")
+        if labels is not None:
+            check_labels(labels, hidden.shape[0], hidden.shape[1] // chunks)
         if chunks > 1:
             hidden = self._attach_mtp_losses(hidden, chunks, labels, loss_mask, tokens)
         assert self.output_layer is not None
@@ -288,8 +292,6 @@ class HybridChunk(PartialLayer):
         self, hidden: Tensor, chunks: int, labels: Tensor | None, loss_mask: Tensor | None, tokens: Tensor | None
     ) -> Tensor:
         """The decoder's share of `hidden`; in training mode with the loss of every depth attached and tracked."""
-        if hidden.shape[1] % chunks:
-            raise PlanError(f"hidden has {hidden.shape[1]} tokens, which are no {chunks} chunks of one length")
         decoded, *ahead = hidden.chunk(chunks, dim=1)
         if not self.training:
             return decoded

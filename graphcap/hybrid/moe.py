@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from graphcap.errors import PlanError
 from graphcap.hybrid.config import HybridConfig
 from graphcap.hybrid.expert_parallel import ALONE, ExpertParallel, Layout, agree, send, send_back
-from graphcap.hybrid.layers import HybridLayer, SwiGLU, normal
+from graphcap.hybrid.layers import HybridLayer, SwiGLU, exactly, normal
 from graphcap.hybrid.quantization import TeExperts
 from graphcap.hybrid.recompute import DiscardedOutput, is_recomputing, not_kept
 from graphcap.hybrid.tracker import LayerTracker, attach_loss, router_losses
-from graphcap.hybrid.wgrad import WgradQueue, grouped_product, set_delayed
+from graphcap.hybrid.wgrad import WgradQueue, autocast_dtype, grouped_product, set_delayed
 from graphcap.partial_layer import EAGER, Part
 
 Routed = tuple[Tensor, Tensor]
@@ -140,7 +140,8 @@ class MoELayer(HybridLayer):
         """The router: weights [tokens, top_k], in at least float32, and chosen, int64 [tokens, top_k]."""
         config = self.config
         router_weight = self.router_weight if router_weight is None else router_weight
-        logits = F.linear(normed.to(config.exact_dtype), router_weight)
+        with exactly(normed):
+            logits = F.linear(normed.to(config.exact_dtype), router_weight)
         probs = torch.softmax(logits, dim=-1)
         # Only the choice is taken from topk: the backward of its values is a scatter, that of the product below is not.
         chosen = probs.detach().topk(config.top_k, dim=-1).indices
@@ -229,7 +230,11 @@ class MoELayer(HybridLayer):
             self.context.register(mlp)
         pieces = torch.split(rows, list(per_expert))
         ran = [(mlp, piece) for mlp, piece in zip(self.expert_mlps, pieces, strict=True) if piece.shape[0]]
-        made = torch.cat([mlp(piece, first) for mlp, piece in ran]) if ran else rows
+        if ran:
+            made = torch.cat([mlp(piece, first) for mlp, piece in ran])
+        else:  # of the dtype that other ranks' experts give, which their rows come back in
+            autocast = None if self.context.quantization is not None else autocast_dtype(rows)
+            made = rows.to(autocast or rows.dtype)
         return self._noting(made, tuple(mlp for mlp, _ in ran))
 
     def collect(self, made: Tensor, layout: Layout) -> Tensor:

@@ -122,6 +122,14 @@ def masked(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
     return labels.masked_fill(~loss_mask, IGNORED_LABEL)
 
 
+def check_labels(labels: Tensor, batch: int, sequence: int) -> None:
+    """PlanError for labels of another shape than [batch, sequence]: transposed ones, once flattened, would fit."""
+    if tuple(labels.shape) != (batch, sequence):
+        raise PlanError(
+            f"labels of shape {list(labels.shape)}: expected that of the tokens, [batch, sequence] = {[batch, sequence]}"
+        )
+
+
 def mean_cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
     """Mean over the tokens that count, in `dtype`; 0 (not NaN) where none does, as in a sequence shorter than the depth.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from graphcap.errors import StateError
+from graphcap.hybrid.first_order import refuse_create_graph
 
 
 def checkpointed(run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -41,6 +42,9 @@ class _Again:
 
     def __exit__(self, *_: object) -> None:
         _recomputing.set(False)
+
+
+_NORM: Final = "a norm that is computed again (recompute='norm')"
 
 
 class DiscardedOutput:
@@ -131,6 +135,7 @@ class _Discarded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_create_graph(_NORM)
         first, *rest = ctx.keeper._gradients(grads[0])
         return (first, None, *rest)
 
@@ -173,6 +178,7 @@ class _NotKept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_create_graph(_NORM)
         needed = ctx.needs_input_grad[:2]
         leaves = [t.detach().requires_grad_(wanted) for t, wanted in zip(ctx.saved_tensors, needed, strict=True)]
         with torch.enable_grad():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from graphcap.errors import PlanError
 from graphcap.hybrid.config import HybridConfig
+from graphcap.hybrid.first_order import refuse_create_graph
 
 AUX_LOSS: Final = "aux_loss"
 Z_LOSS: Final = "z_loss"
@@ -162,4 +163,6 @@ class _AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        # A second backward comes through here as well, and the loss would be in it once too often.
+        refuse_create_graph("attached losses (aux_loss, z_loss, mtp_loss)")
         return grads[0], ctx.scale.clone(), None

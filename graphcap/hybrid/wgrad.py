@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphcap.errors import PlanError, StateError
+from graphcap.hybrid.first_order import refuse_create_graph
+
+_DELAYED: Final = "delayed weight gradients (delayed_wgrad)"
 
 
 class WgradQueue:
@@ -74,10 +77,9 @@ class DelayedLinear(nn.Linear):
         """x: [..., inputs]. is_first_microbatch: of quantised layers, which are called alike; it changes nothing here."""
         if not (self.delayed and torch.is_grad_enabled() and self.weight.requires_grad):
             return F.linear(x, self.weight)
-        alias, kind = _alias(self.weight, x), x.device.type
-        if torch.is_autocast_enabled(kind) and torch.float64 not in (x.dtype, alias.dtype):
+        alias, dtype = _alias(self.weight, x), autocast_dtype(x)
+        if dtype is not None and alias.dtype != torch.float64:
             # Here as autocast does it, so that the backward, which may run outside, finds all of one dtype.
-            dtype = torch.get_autocast_dtype(kind)
             x, alias = x.to(dtype), _alias(self.weight.to(dtype), x)
         out: Tensor = _Linear.apply(x, alias, (self.weight,), self.outstanding)  # type: ignore[no-untyped-call]
         return out
@@ -99,6 +101,14 @@ class DelayedLinear(nn.Linear):
             accumulate(self.weight, grad.to(self.weight.dtype))
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """In which a linear layer multiplies `x` inside of torch.autocast, and gives its result; None: in its own."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def _alias(weight: Tensor, x: Tensor) -> Tensor:
     """The weight's memory, without the weight: it would be told that its gradient is None, and its hooks would run a first
     time; inside a tuple autograd does not see it. A leaf that makes the output differentiable, if `x` does not. (A capture
@@ -117,6 +127,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        refuse_create_graph(_DELAYED)
         x, alias = ctx.saved_tensors
         (weight,) = ctx.weight
         rows = grads[0].reshape(-1, weight.shape[0])
@@ -146,6 +157,7 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        refuse_create_graph(_DELAYED)
         x, alias, ends = ctx.saved_tensors
         (weight,), rows = ctx.weight, grads[0]
 

@@ -237,12 +237,46 @@ def captured_with_experts_elsewhere() -> None:
     assert compare(build, inputs, steps=20, backend="tape")
 
 
+def a_rank_without_rows_under_autocast() -> None:
+    """Rows come back in the dtype of autocast from every rank, also from one whose experts made none: they were float32
+    there, twice the bytes that the others waited for. The same tokens on both ranks: outputs are those of one rank."""
+    for delayed in (False, True):
+        torch.manual_seed(2)
+        whole = HybridModel(HybridConfig(pattern="*E-", vocab=64))
+        all_rows_to_one_rank(whole)
+        model = shard_experts(copy.deepcopy(whole))
+        tokens = torch.arange(16).view(2, 8)
+        losses = []
+        for one in (model, whole):
+            with delayed_wgrad(one, delayed):
+                with torch.autocast("cpu", torch.bfloat16):
+                    losses.append(one(tokens, tokens).loss)
+                losses[-1].backward()
+                one.backward_dw()
+        assert torch.equal(*losses)
+        theirs = dict(whole.named_parameters())
+        for name, parameter in model.named_parameters():
+            if ".expert_mlps." not in name:
+                assert torch.equal(parameter.grad, theirs[name].grad)
+
+
+def second_derivatives_are_refused() -> None:
+    """What comes from the other ranks has no history: its part went missing silently."""
+    layer = shard_experts(MoELayer(HybridConfig()))
+    hidden = torch.randn(1, 6, 32, requires_grad=True)
+    with pytest.raises(StateError, match=r"create_graph=True through experts on several ranks"):
+        torch.autograd.grad(layer(hidden).square().sum(), hidden, create_graph=True)
+    layer(hidden).square().sum().backward()
+
+
 def exchanges(cases: list[Case]) -> None:
     exchange_is_what_it_should_be()
     shared_out_experts_compute_what_all_compute()
     experts_that_do_not_divide_are_refused()
     a_rank_without_rows_takes_part()
     a_rank_without_rows_of_stacked_experts()
+    a_rank_without_rows_under_autocast()
+    second_derivatives_are_refused()
     experts_alone_are_trained_and_one_rank_has_no_rows()
     ranks_that_train_differently_are_refused()
     stacked_experts_stay_frozen()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graphcap import PlanError, capture
-from graphcap.hybrid import HybridChunk, HybridConfig, HybridModel, HybridOutput
+from graphcap.hybrid import GPTModel, HybridChunk, HybridConfig, HybridModel, HybridOutput
 from graphcap.hybrid.mtp import depth_targets, roll_left
 from tests.hybrid.side_by_side import train
 
@@ -121,6 +122,20 @@ def test_a_mask_that_is_none(pattern: str, mask: Tensor) -> None:
         PlanError, match=r"loss_mask: torch\.\w+ of shape \[2, \d+\]: expected torch.bool of the labels' shape"
     ):
         model_of(pattern)(*batch(), mask)
+
+
+@pytest.mark.parametrize("pattern", ["M", "M/-", "[*-]"])
+@pytest.mark.parametrize(
+    "change", [lambda t: t.t(), lambda t: t[:, :-1], lambda t: t.flatten()], ids=["turned", "short", "flat"]
+)
+def test_labels_of_another_shape(pattern: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Turned ones have as many numbers, and would be other tokens' labels."""
+    config = HybridConfig(pattern=pattern)
+    tokens = torch.arange(12).view(3, 4)
+    models = [HybridModel(config), *([GPTModel(config)] if pattern == "[*-]" else [])]
+    for model in models:
+        with pytest.raises(PlanError, match=r"expected that of the tokens, \[batch, sequence\] = \[3, 4\]"):
+            model(tokens, change(tokens))
 
 
 def test_a_sequence_shorter_than_the_depth() -> None:
