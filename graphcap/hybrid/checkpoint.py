@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from graphcap import Graphed
-from graphcap.errors import PlanError, StateError
+from graphcap.errors import GraphcapError, PlanError, StateError
 from graphcap.hybrid.config import QUANTIZATION_FIELDS, HybridConfig
 from graphcap.hybrid.gpt import GPTModel
 from graphcap.hybrid.keys import (
@@ -61,21 +61,56 @@ def save(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None
     layers go along, under the keys `..._extra_state`.
 
     Where torch.distributed is initialised this is a collective call on all ranks, each of which gives what it holds: its
-    stage, its experts. StateError if there is a checkpoint already, for optimizer state that belongs to no key (that of
-    other models' parameters, or in another form), and for what could not be written.
+    stage, its experts. StateError, on all ranks and before anything is written, if there is a checkpoint already, for
+    optimizer state that belongs to no key (that of other models' parameters, or in another form), and if all ranks together
+    do not hold the whole model, so that nobody could load it; and for what could not be written.
     """
-    folder, holders = Path(path), _holders(model)
-    if (folder / ".metadata").exists():
-        raise StateError(f"{folder} holds a checkpoint already: choose another folder, or delete that one")
-    pieces = _all_pieces(holders)
-    state: dict[str, Any] = {key: piece.published() for key, piece in pieces.items()}
-    config = holders[0].config
-    state |= {key: piece.read() for key, piece in _all_states(holders).items()}
-    if any(holder.output_layer is not None for holder in holders):
-        state |= dict.fromkeys(extra_state_keys(config), b"")
-    if optimizer is not None:
-        state |= _optimizer_entries(pieces, optimizer)
+    folder = Path(path)
+    with _together() as held:
+        holders = _holders(model)
+        if (folder / ".metadata").exists():
+            raise StateError(f"{folder} holds a checkpoint already: choose another folder, or delete that one")
+        pieces = _all_pieces(holders)
+        state: dict[str, Any] = {key: piece.published() for key, piece in pieces.items()}
+        config = holders[0].config
+        state |= {key: piece.read() for key, piece in _all_states(holders).items()}
+        if any(holder.output_layer is not None for holder in holders):
+            state |= dict.fromkeys(extra_state_keys(config), b"")
+        if optimizer is not None:
+            state |= _optimizer_entries(pieces, optimizer)
+        held.update(pieces)
+    missing = sorted(expected_pieces(config).keys() - held)
+    if missing:
+        raise StateError(
+            f"{len(missing)} keys of the model ({config.pattern!r}) are held by no rank that saves ({_few(missing)}), so that "
+            "the checkpoint could not be loaded: give the chunks of all stages, in one call or one call on every rank"
+        )
     write(state, folder, config)
+
+
+@contextmanager
+def _together() -> Iterator[set[str]]:
+    """Inside, every rank prepares by itself and notes the keys that it holds; behind, the set is that of all ranks. Where one
+    of them fails all raise: writing is collective, and the others would wait for it forever."""
+    held: set[str] = set()
+    failed: GraphcapError | None = None
+    try:
+        yield held
+    except GraphcapError as error:
+        failed = error
+    if dist.is_available() and dist.is_initialized():
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, (None if failed is None else str(failed), held))
+        errors = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
+        if errors and failed is None:
+            raise StateError(f"nothing has been written, since not all ranks can save: {'; '.join(errors)}")
+        held.update(*(keys for _, keys in said))
+    if failed is not None:
+        raise failed
+
+
+def _few(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
 
 
 def write(state: dict[str, Any], folder: Path, config: HybridConfig | None) -> None:
@@ -115,6 +150,7 @@ def load(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None
     quantised = expected_states(holders[0].config)
     saved = {key: value for key, value in data.items() if key in quantised}
     problems = [*_weight_problems(entries, whole, {key: data[key] for key in data if key not in saved})]
+    problems += _layout_problems(folder, holders[0].config)
     problems += state_problems(saved, quantised, holders[0].config)
     if optimizer is not None:
         problems += _optimizer_problems(entries, whole, pieces, optimizer, data.get(GROUPS))
@@ -204,6 +240,23 @@ def _weight_problems(entries: Mapping[str, Any], whole: Pieces, data: Mapping[st
                 yield f"unexpected: {key} holds the state of a quantised module, which this model has no place for"
         elif not key.startswith("optimizer."):
             yield f"unexpected: {key}"
+
+
+_LAYOUT: Final = {
+    "*": ("heads", "kv_heads", "head_dim"),
+    "M": ("mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state"),
+}
+"""How the rows of a layer's tensors are to be read. Other numbers may give the same shapes, and another model."""
+
+
+def _layout_problems(folder: Path, config: HybridConfig) -> Iterator[str]:
+    """Where a config lies beside the tensors."""
+    values = _config_values(folder) or {}
+    symbols = [symbol for symbol, count in config.layers.counts().items() if count]
+    for name in (name for symbol in symbols for name in _LAYOUT.get(symbol, ())):
+        there, here = values.get(name), getattr(config, name)
+        if name in values and there != here:
+            yield f"{CONFIG_FILE}: {name}={there} of the checkpoint, {here} of the model"
 
 
 def _differences(key: str, entry: Any, shape: tuple[int, ...], dtype: torch.dtype | None) -> Iterator[str]:
@@ -393,7 +446,18 @@ def _holders(model: Any) -> tuple[Holder, ...]:
 def _all_pieces(holders: tuple[Holder, ...]) -> Pieces:
     pieces: Pieces = {}
     for holder in holders:
-        pieces |= pieces_of(holder)
+        if holder.config != holders[0].config:
+            raise PlanError(
+                f"a checkpoint of chunks of several models ({holders[0].config.pattern!r}, {holder.config.pattern!r}, or of "
+                "other sizes): expected those of one"
+            )
+        for key, piece in pieces_of(holder).items():
+            if key in pieces and pieces[key].parameter is not piece.parameter:
+                raise StateError(
+                    f"two of the chunks hold a parameter of their own for {key}, of which one would be lost: expected chunks "
+                    "of one model (or, on several ranks, one call on each)"
+                )
+            pieces[key] = piece
     return pieces
 
 
@@ -414,11 +478,23 @@ def config_text(config: HybridConfig) -> str:
 
 def read_config(folder: Path) -> HybridConfig | None:
     """The config beside a checkpoint, None if there is none (Megatron-LM writes none)."""
+    values = _config_values(folder)
+    if values is None:
+        return None
+    try:
+        return HybridConfig(**values | {"dtype": getattr(torch, values["dtype"])})
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StateError(f"{folder / CONFIG_FILE} is not the config of a hybrid model: {error}") from error
+
+
+def _config_values(folder: Path) -> dict[str, Any] | None:
     file = folder / CONFIG_FILE
     if not file.exists():
         return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        return HybridConfig(**values | {"dtype": getattr(torch, values["dtype"])})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:
         raise StateError(f"{file} is not the config of a hybrid model: {error}") from error
+    if not isinstance(values, dict):
+        raise StateError(f"{file} is not the config of a hybrid model: expected an object of names and values")
+    return values

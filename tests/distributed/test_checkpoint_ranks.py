@@ -71,6 +71,17 @@ def on_two_ranks(rank: int, port: int, folder: str, results: dict[str, Any]) -> 
             load(model_of(12, ffn=32, expert_ffn=8).chunks()[rank], root / "one")
         except StateError as error:
             results[f"refused {rank}"] = str(error)
+        # what only one rank can't save, all do not, instead of waiting for it; and what they do not hold together
+        optimizer = adam(model)
+        if rank == 1:
+            optimizer.state[torch.nn.Parameter(torch.ones(3))]["exp_avg"] = torch.ones(3)
+        refused = []
+        for folder_, what, with_ in (("lost", model, optimizer), ("half", model_of(14).chunks()[0], None)):
+            try:
+                save(what, root / folder_, with_)
+            except StateError as error:
+                refused.append(str(error))
+        results[f"not saved {rank}"] = (refused, [(root / name).exists() for name in ("lost", "half")])
         # each rank fills its own slots and the sum of both is the model's
         tracker = model_of(13).tracker
         tracker.record("z_loss", rank, torch.tensor(1.0 + rank))
@@ -127,6 +138,13 @@ def test_two_ranks(tmp_path: Path) -> None:
         "decoder.layers.0.mlp.experts.experts.3.linear_fc1.weight: shape [32, 16] in the checkpoint, [16, 16]"
         in (found["refused 0"])
     )
+    (lost, half), written = found["not saved 0"]
+    assert "not all ranks can save: rank 1: AdamW has state of 1 parameters that are not among those to be saved" in lost
+    assert "are held by no rank that saves (decoder.final_layernorm.weight" in half
+    (own, same), also = found["not saved 1"]
+    assert own.startswith("AdamW has state of 1 parameters")
+    assert same == half
+    assert not any(written + also)
     assert found["report 0"] == found["report 1"]
     slots, mean, rows = found["report 0"]
     assert slots[:2] == (1.0, 2.0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphcap import PatternError, PlanError, StateError, capture
 from graphcap.hybrid import GPTModel, HybridConfig, HybridModel, MoELayer, convert, load, save
-from graphcap.hybrid.checkpoint import read, read_config, read_metadata, write
+from graphcap.hybrid.checkpoint import CONFIG_FILE, read, read_config, read_metadata, write
 from graphcap.hybrid.keys import expected_pieces, pieces_of
 
 SIZES: dict[str, Any] = {"vocab": 64, "hidden": 16, "head_dim": 4, "mamba_head_dim": 4, "ffn": 24, "expert_ffn": 16}
@@ -451,6 +451,56 @@ def test_state_that_would_be_lost(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"AdamW's name=.*Path\('decoder'\) of parameter group 0 .* is not read back"):
         save(model, tmp_path / "lost", optimizer)
     assert not (tmp_path / "lost").exists()
+
+
+def test_what_nobody_could_load_is_not_saved(tmp_path: Path) -> None:
+    """A stage alone, where no other rank holds the rest; two models' chunks; two chunks with a parameter each for one key."""
+    model, other = model_of("*E|-/*E"), model_of("*E|-/*E", seed=2)
+    for chunk, key in zip(model.chunks(), ("decoder.final_norm.weight", "decoder.layers.0"), strict=True):
+        with pytest.raises(StateError, match=rf"keys of the model \('\*E\|-/\*E'\) are held by no rank .*{key}"):
+            save(chunk, tmp_path / "stage")
+    with pytest.raises(PlanError, match="chunks of several models"):
+        save([model.chunks()[0], model_of("*E|-").chunks()[1]], tmp_path / "stage")
+    mixed = [model.chunks()[0], other.chunks()[1]]  # the last one holds the embedding too, for MTP
+    for use in (save, load):
+        with pytest.raises(StateError, match=r"a parameter of their own for embedding\.word_embeddings\.weight"):
+            use(mixed, tmp_path / "stage")
+    assert not (tmp_path / "stage").exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "here", "there"),
+    [
+        ("*-", {"heads": 4, "kv_heads": 2, "head_dim": 4}, {"heads": 8, "kv_heads": 4, "head_dim": 2}),
+        ("M-", {"mamba_groups": 2, "mamba_state": 16}, {"mamba_groups": 1, "mamba_state": 32}),
+        ("-/*", {"heads": 4, "kv_heads": 2, "head_dim": 4}, {"heads": 8, "kv_heads": 4, "head_dim": 2}),
+    ],
+)
+def test_the_same_shapes_of_another_layout(
+    pattern: str, here: dict[str, int], there: dict[str, int], tmp_path: Path
+) -> None:
+    """Rows of four heads read as those of eight are another model; every tensor would fit."""
+    saved, model = model_of(pattern, **there), model_of(pattern, seed=2, **here)
+    assert [p.shape for p in saved.parameters()] == [p.shape for p in model.parameters()]
+    before = copy.deepcopy(model)
+    save(saved, tmp_path)
+    name, value = next(iter(here.items()))
+    with pytest.raises(
+        StateError, match=rf"hybrid_config.json: {name}={there[name]} of the checkpoint, {value} of the model"
+    ):
+        load(model, tmp_path)
+    assert_same(model, before)
+    load(model_of("-", **here), _saved(model_of("-", **there), tmp_path / "dense"))  # no layer that it says anything of
+    (tmp_path / CONFIG_FILE).write_text("[1]")
+    with pytest.raises(StateError, match="is not the config of a hybrid model: expected an object"):
+        load(saved, tmp_path)
+    (tmp_path / CONFIG_FILE).unlink()  # Megatron-LM writes none: then the tensors are all there is to judge by
+    load(model, tmp_path)
+
+
+def _saved(model: HybridModel, folder: Path) -> Path:
+    save(model, folder)
+    return folder
 
 
 def test_steps_of_experts_that_differ_do_not_fit_stacked_experts(tmp_path: Path) -> None:
