@@ -117,13 +117,14 @@ def _alias(weight: Tensor, x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x [..., in] times weight [out, in] transposed; rows flattened, as `linear` does for contiguous inputs."""
+    """x [..., in] times weight [out, in] transposed; rows flattened, as `linear` does where the weight wants a gradient.
+    (Of an alias that wants none it makes one product per sequence if `x` is not contiguous, whose last bits differ.)"""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, alias: Tensor, weight: tuple[Tensor], queue: WgradQueue) -> Tensor:
         ctx.save_for_backward(x, alias)
         ctx.weight, ctx.queue = weight, queue
-        return F.linear(x, alias)
+        return F.linear(x.reshape(-1, x.shape[-1]), alias).view(*x.shape[:-1], alias.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:

@@ -213,6 +213,24 @@ def test_delayed_under_autocast(inside: bool) -> None:
         assert mine.grad is None or torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("tokens", [1, 12, 13, 14])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_delayed_with_inputs_that_are_not_contiguous(dtype: torch.dtype, tokens: int) -> None:
+    """With MTP the output layer reads slices of the sequence. One product for all sequences and one for each differ in the
+    last bits (13 tokens, float64)."""
+    found = []
+    for delayed in (True, False):
+        torch.manual_seed(3)
+        layer = linear(16, 256, HybridConfig(dtype=dtype, init_std=0.2))
+        both = torch.randn(2, 2 * tokens, 16, dtype=dtype, requires_grad=True)
+        with delayed_wgrad(layer, delayed):
+            out = [layer(piece) for piece in both.chunk(2, dim=1)]
+            torch.stack(out).square().sum().backward()
+            layer.backward_dw(2)
+        found.append([*(one.detach() for one in out), both.grad, layer.weight.grad])
+    assert_same(*found)
+
+
 def test_a_tied_weight_is_not_delayed() -> None:
     torch.manual_seed(3)
     model = HybridModel(HybridConfig(pattern="M-", tie_embeddings=True))
