@@ -228,7 +228,8 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("source", type=Path, help="folder of a checkpoint")
     add("target", type=Path, help="a new folder")
-    add("--to", required=True, metavar="PATTERN", help="the layers that the new checkpoint is for, or: gpt (--to=PATTERN where it starts with '-')")
+    to = "the layers that the new checkpoint is for, or: gpt (--to=PATTERN where it starts with '-')"
+    add("--to", required=True, metavar="PATTERN", help=to)
     add("--from", dest="pattern", metavar="PATTERN", help="the source's layers; default: from the config beside it")
     add("--drop-mamba", action="store_true", help="leave out Mamba layers that the new pattern has no place for")
     add("--seed", type=int, default=0, help="for Mamba layers that only the new pattern has")

@@ -82,16 +82,16 @@ def save(model: Model, path: str | Path, optimizer: torch.optim.Optimizer | None
     missing = sorted(expected_pieces(config).keys() - held)
     if missing:
         raise StateError(
-            f"{len(missing)} keys of the model ({config.pattern!r}) are held by no rank that saves ({_few(missing)}), so that "
-            "the checkpoint could not be loaded: give the chunks of all stages, in one call or one call on every rank"
+            f"{len(missing)} keys of the model ({config.pattern!r}) are held by no rank that saves ({_few(missing)}), so "
+            "that the checkpoint could not be loaded: give the chunks of all stages, in one call or one call on every rank"
         )
     write(state, folder, config)
 
 
 @contextmanager
 def _together() -> Iterator[set[str]]:
-    """Inside, every rank prepares by itself and notes the keys that it holds; behind, the set is that of all ranks. Where one
-    of them fails all raise: writing is collective, and the others would wait for it forever."""
+    """Inside, every rank prepares by itself and notes the keys that it holds; behind, the set is that of all ranks. Where
+    one of them fails all raise: writing is collective, and the others would wait for it forever."""
     held: set[str] = set()
     failed: GraphcapError | None = None
     try:
@@ -454,8 +454,8 @@ def _all_pieces(holders: tuple[Holder, ...]) -> Pieces:
         for key, piece in pieces_of(holder).items():
             if key in pieces and pieces[key].parameter is not piece.parameter:
                 raise StateError(
-                    f"two of the chunks hold a parameter of their own for {key}, of which one would be lost: expected chunks "
-                    "of one model (or, on several ranks, one call on each)"
+                    f"two of the chunks hold a parameter of their own for {key}, of which one would be lost: expected "
+                    "chunks of one model (or, on several ranks, one call on each)"
                 )
             pieces[key] = piece
     return pieces

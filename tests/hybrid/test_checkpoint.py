@@ -454,7 +454,7 @@ def test_state_that_would_be_lost(tmp_path: Path) -> None:
 
 
 def test_what_nobody_could_load_is_not_saved(tmp_path: Path) -> None:
-    """A stage alone, where no other rank holds the rest; two models' chunks; two chunks with a parameter each for one key."""
+    """A stage alone, where no rank holds the rest; two models' chunks; two chunks with a parameter each for one key."""
     model, other = model_of("*E|-/*E"), model_of("*E|-/*E", seed=2)
     for chunk, key in zip(model.chunks(), ("decoder.final_norm.weight", "decoder.layers.0"), strict=True):
         with pytest.raises(StateError, match=rf"keys of the model \('\*E\|-/\*E'\) are held by no rank .*{key}"):
