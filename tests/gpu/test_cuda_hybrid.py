@@ -15,6 +15,8 @@ from graphcap.hybrid import HybridConfig, HybridModel, load, save
 from graphcap.testing import deterministic
 from tests.hybrid.quantized import INTERLEAVED, assert_alive, assert_equal, eager_side, graphed_side, model_of, step
 from tests.hybrid.side_by_side import train
+from tests.hybrid.test_grad_modes import train_under_autocast
+from tests.hybrid.test_moe_training import delayed_with_slices
 
 pytestmark = pytest.mark.gpu
 
@@ -68,3 +70,16 @@ def test_a_captured_model_goes_on_with_what_was_loaded(tmp_path: Path) -> None:
     graphed = capture(models[0], (tokens, labels))
     load(graphed, tmp_path)
     assert torch.equal(graphed(tokens, labels).loss, models[1](tokens, labels).loss)
+
+
+@pytest.mark.parametrize("recompute", ["none", "norm", "layer"])
+def test_graphs_on_equals_graphs_off_under_autocast(recompute: str) -> None:
+    with deterministic("cuda"):
+        train_under_autocast(recompute, "cuda")
+
+
+@pytest.mark.parametrize("tokens", [1, 13, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_delayed_with_inputs_that_are_not_contiguous(dtype: torch.dtype, tokens: int) -> None:
+    with deterministic("cuda"):
+        delayed_with_slices(dtype, tokens, "cuda")

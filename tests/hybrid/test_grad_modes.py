@@ -24,8 +24,8 @@ from graphcap.hybrid.layers import HybridLayer
 from graphcap.hybrid.recompute import not_kept
 
 
-def autocast() -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16)
+def autocast(device: str = "cpu") -> torch.autocast:
+    return torch.autocast(device, torch.bfloat16)
 
 
 # ------------------------------------------------------------------------------------------------------------ autocast
@@ -67,14 +67,20 @@ def test_the_scan_stays_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "norm", "layer"])
 def test_graphs_on_equals_graphs_off_under_autocast(recompute: Any) -> None:
-    """And recomputation, which runs behind the region, changes no bit of it."""
+    train_under_autocast(recompute, "cpu")
+
+
+def train_under_autocast(recompute: Any, device: str) -> None:
+    """Graphs beside eager, and recomputation, which runs behind the region, beside none: no bit differs."""
     models = []
     for kind in (recompute, recompute, "none"):
         torch.manual_seed(2)
-        models.append(HybridModel(HybridConfig(pattern="M[*E]-/*E", shared_ffn=24, recompute=kind, init_std=0.2)))
-    tokens = torch.arange(24).view(2, 12)
-    with autocast():
-        graphed = capture(models[0], (tokens, tokens), backend="tape")
+        config = HybridConfig(pattern="M[*E]-/*E", shared_ffn=24, recompute=kind, init_std=0.2)
+        with torch.device(device):
+            models.append(HybridModel(config))
+    tokens = torch.arange(24, device=device).view(2, 12)
+    with autocast(device):
+        graphed = capture(models[0], (tokens, tokens), backend="tape" if device == "cpu" else "cuda")
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     first = [parameter.clone() for parameter in models[0].parameters()]
     for step in range(5):
@@ -82,7 +88,7 @@ def test_graphs_on_equals_graphs_off_under_autocast(recompute: Any) -> None:
         losses = []
         for model, optimizer in zip((graphed, *models[1:]), optimizers, strict=True):
             optimizer.zero_grad()
-            with autocast():
+            with autocast(device):
                 losses.append(model(batch, batch).loss)
             losses[-1].backward()
             optimizer.step()

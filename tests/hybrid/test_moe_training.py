@@ -218,11 +218,16 @@ def test_delayed_under_autocast(inside: bool) -> None:
 def test_delayed_with_inputs_that_are_not_contiguous(dtype: torch.dtype, tokens: int) -> None:
     """With MTP the output layer reads slices of the sequence. One product for all sequences and one for each differ in the
     last bits (13 tokens, float64)."""
+    delayed_with_slices(dtype, tokens, "cpu")
+
+
+def delayed_with_slices(dtype: torch.dtype, tokens: int, device: str) -> None:
     found = []
     for delayed in (True, False):
         torch.manual_seed(3)
-        layer = linear(16, 256, HybridConfig(dtype=dtype, init_std=0.2))
-        both = torch.randn(2, 2 * tokens, 16, dtype=dtype, requires_grad=True)
+        with torch.device(device):
+            layer = linear(16, 256, HybridConfig(dtype=dtype, init_std=0.2))
+            both = torch.randn(2, 2 * tokens, 16, dtype=dtype, requires_grad=True)
         with delayed_wgrad(layer, delayed):
             out = [layer(piece) for piece in both.chunk(2, dim=1)]
             torch.stack(out).square().sum().backward()
